@@ -1,0 +1,174 @@
+"""Attention on a cache that is packed, and the objects that carry it through a model.
+
+A cache hands a model two handles in place of arrays. They have the shape, type and rank of the
+keys and values they stand for; `scaled_dot_product_attention` of mlx_lm, once hooked, passes them
+here with the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .group_store import KeyStore, ValueStore
+from .layout import Snapshot, spans
+
+# Up to this many query rows, scores against packed keys cost less than unpacking them.
+MAX_PACKED_QUERIES = 8
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """One layer's keys and values as one call of attention sees them.
+
+    ring: sinks and newest tokens [B, H, sink + ring, D], keys and values; stores: the packed
+    groups; chunk: tokens not in the ring yet [B, H, chunk, D]; dtype: the model's own.
+    """
+
+    snapshot: Snapshot
+    ring: tuple[mx.array, mx.array] | None
+    stores: tuple[KeyStore, ValueStore] | None
+    chunk: tuple[mx.array, mx.array] | None
+    dtype: mx.Dtype
+
+    def dense(self, which: int) -> mx.array:
+        """Keys (0) or values (1) in order of position: [B, H, length, D]."""
+        shot = self.snapshot
+        plan = shot.plan
+        parts = []
+        if self.ring is not None:
+            ring = self.ring[which]
+            if shot.linear:
+                parts.append(ring[:, :, : shot.placed])
+            else:
+                parts.append(ring[:, :, : shot.sinks])
+                parts += self._stream(which, shot.low - plan.sink)
+        if self.chunk is not None:
+            parts.append(self.chunk[which])
+        x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        return x.astype(self.dtype)
+
+    def _stream(self, which: int, low: int) -> list[mx.array]:
+        """Placed tokens of the stream from index ``low`` on, packed ones first."""
+        shot = self.snapshot
+        plan = shot.plan
+        packed = shot.groups * plan.group
+        parts = []
+        if low < packed:
+            first = low // plan.group
+            for _, slot, count in spans(first, shot.groups, shot.capacity):
+                parts.append(self.stores[which].dense(slot, count))
+            parts[0] = parts[0][:, :, low - first * plan.group :]
+        for _, slot, count in spans(max(low, packed), shot.placed - plan.sink, plan.ring):
+            parts.append(self.ring[which][:, :, plan.sink + slot : plan.sink + slot + count])
+        return parts
+
+    def handles(self) -> tuple[CacheHandle, CacheHandle]:
+        return CacheHandle(self, 0), CacheHandle(self, 1)
+
+
+class CacheHandle:
+    """Stands for the keys (``which`` 0) or values (1) of a `CacheView`: not an array."""
+
+    ndim = 4
+
+    def __init__(self, view: CacheView, which: int) -> None:
+        self.view = view
+        self.which = which
+        batch, heads, _, dim = view.ring[which].shape
+        self.shape = (batch, heads, view.snapshot.length, dim)
+        self.dtype = view.dtype
+
+    def dense(self) -> mx.array:
+        return self.view.dense(self.which)
+
+
+def attend(
+    queries: mx.array,
+    view: CacheView,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """softmax(scale · q kᵀ + mask) v over a cache, without unpacking it.
+
+    Args:
+        queries: [B, H_q, L, D], H_q a multiple of the H heads of keys and values.
+        view: What to attend to.
+        scale: Factor of the scores.
+        mask: None or "causal" for the cache's own rule; an array, boolean or additive, is over
+            the tokens in order of position and counts besides.
+        sinks: Learned logits [H_q] that join the denominator of the softmax.
+
+    Returns:
+        [B, H_q, L, D_v], of the queries' type.
+    """
+    shot = view.snapshot
+    if shot.groups == 0:
+        return _attend_ring(queries, view, scale, mask, sinks)
+    batch, heads, rows, dim = queries.shape
+    kv_heads = view.ring[0].shape[1]
+    repeats = heads // kv_heads
+    # Query heads that share keys become rows of one product. float32 throughout: scores keep
+    # their precision, and the CPU has no fast half-precision kernel.
+    q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, repeats * rows, dim)
+
+    parts = [
+        _plus(q @ view.ring[0].astype(mx.float32).swapaxes(-1, -2), shot.ring_bias(), repeats),
+        _plus(view.stores[0].scores(q), shot.store_bias(), repeats),
+    ]
+    if view.chunk is not None:
+        keys = view.chunk[0].astype(mx.float32)
+        parts.append(_plus(q @ keys.swapaxes(-1, -2), shot.chunk_bias(), repeats))
+    widths = [part.shape[-1] for part in parts]
+    if sinks is not None:
+        sinks = sinks.astype(mx.float32).reshape(1, kv_heads, repeats, 1)
+        sinks = mx.repeat(sinks, rows, axis=2)
+        parts.append(mx.broadcast_to(sinks, (batch, *sinks.shape[1:])))
+    scores = mx.concatenate(parts, axis=-1)
+    if isinstance(mask, mx.array):
+        scores = _masked(scores, shot.reorder(mask), heads, kv_heads, sum(widths))
+    weights = mx.softmax(scores, axis=-1)
+
+    ring_end, store_end = widths[0], widths[0] + widths[1]
+    out = weights[..., :ring_end] @ view.ring[1].astype(mx.float32)
+    out = out + view.stores[1].weighted(weights[..., ring_end:store_end])
+    if view.chunk is not None:
+        chunk_weights = weights[..., store_end : sum(widths)]
+        out = out + chunk_weights @ view.chunk[1].astype(mx.float32)
+    return out.reshape(batch, heads, rows, -1).astype(queries.dtype)
+
+
+def _attend_ring(queries, view, scale, mask, sinks) -> mx.array:
+    """A cache of full precision only, whose ring has wrapped: the fused kernel and a mask."""
+    shot = view.snapshot
+    if isinstance(mask, mx.array):
+        keys, values = view.dense(0), view.dense(1)
+    else:
+        keys, values = (x.astype(view.dtype) for x in view.ring)
+        mask = shot.ring_bias()
+        mask = None if mask is None else mask.astype(queries.dtype)
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def _plus(scores: mx.array, bias: mx.array | None, repeats: int) -> mx.array:
+    if bias is None:
+        return scores
+    if bias.shape[0] > 1:
+        bias = mx.tile(bias, (repeats, 1))
+    return scores + bias
+
+
+def _masked(scores, mask, heads, kv_heads, width) -> mx.array:
+    """Apply a model's mask, broadcastable to [B, H_q, L, width], to folded scores."""
+    batch, _, rows, total = scores.shape
+    if mask.dtype == mx.bool_:
+        mask = mx.where(mask, mx.array(0, mx.float32), mx.array(-mx.inf, mx.float32))
+    repeats = heads // kv_heads
+    length = rows // repeats
+    mask = mx.broadcast_to(mask.astype(mx.float32), (batch, heads, length, width))
+    mask = mask.reshape(batch, kv_heads, rows, width)
+    return scores + mx.pad(mask, [(0, 0)] * 3 + [(0, total - width)])

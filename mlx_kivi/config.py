@@ -1,0 +1,237 @@
+"""The cache policy: which precision, how much of the past, and its command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+DTYPES = ("float16", "bfloat16", "float32")
+
+# Tokens behind the newest one that `trim` can always take back exactly.
+TRIM_MARGIN = 32
+
+# The named settings. Group sizes and residuals were chosen with benchmarks/quality.py (docs/quality.md).
+PRESETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp16": {"dtype": "float16"},
+    "bf16": {"dtype": "bfloat16"},
+    "int8": {"k_bits": 8, "v_bits": 8, "group_size": 64},
+    "int4": {"k_bits": 4, "v_bits": 4, "group_size": 64},
+    "int3": {"k_bits": 3, "v_bits": 3, "group_size": 32},
+    "int2": {"k_bits": 2, "v_bits": 2, "group_size": 32},
+}
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """What a cache stores and for how long.
+
+    Keys are quantised per channel over ``group_size`` tokens, values per token over
+    ``group_size`` channels (KIVI, arXiv:2402.02750, section 3.3). The first ``sink`` tokens and
+    the last ``residual_length`` or more stay in full precision. With a ``window``, a query at
+    position p attends to the sinks and to positions in (p - window, p] (StreamingLLM,
+    arXiv:2309.17453, section 3.2).
+
+    Args:
+        k_bits: Bits a key value, one of 2, 3, 4, 5, 6, 8; None stores keys as they come.
+        v_bits: The same for values.
+        group_size: Values that share a scale and a zero: 32, 64 or 128. Head sizes that it
+            does not divide take the cheapest legal group, padded if need be.
+        residual_length: Most recent tokens never quantised, at least.
+        sink: First tokens, never quantised and never evicted.
+        window: Most recent tokens kept beside the sinks; None keeps all.
+        dtype: "float16", "bfloat16" or "float32" for what is not quantised; None: the model's.
+
+    Raises:
+        ValueError: names the field, its value and what it may be.
+    """
+
+    k_bits: int | None = None
+    v_bits: int | None = None
+    group_size: int = 64
+    residual_length: int = 32
+    sink: int = 4
+    window: int | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("k_bits", "v_bits"):
+            bits = getattr(self, name)
+            if bits is not None and (bits not in BITS or isinstance(bits, bool)):
+                raise ValueError(f"{name}={bits!r}: use one of {_listed(BITS)}, or None")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size={self.group_size!r}: use one of {_listed(GROUP_SIZES)}")
+        _at_least("residual_length", self.residual_length, 0)
+        _at_least("sink", self.sink, 0)
+        if self.window is not None:
+            _at_least("window", self.window, 1, " (or None to keep every token)")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}, or None")
+
+    @classmethod
+    def from_name(cls, name: str, **overrides: Any) -> KVCacheConfig:
+        """A preset: none, fp16, bf16, int8, int4, int3 or int2, with fields overridden.
+
+        Raises:
+            ValueError: for an unknown name, listing those that exist.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"kv-quantize {name!r} is unknown: use one of {_listed(PRESETS)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    @property
+    def quantized(self) -> bool:
+        return self.k_bits is not None or self.v_bits is not None
+
+    def replace(self, **changes: Any) -> KVCacheConfig:
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def describe(self) -> str:
+        """One line for people: bits, group, residual, sinks and window."""
+        if self.quantized:
+            k, v = (b or "full" for b in (self.k_bits, self.v_bits))
+            bits = f"{k} bits" if k == v else f"keys {k}, values {v} bits"
+            parts = [bits, f"group {self.group_size}", f"residual {self.residual_length}"]
+        else:
+            parts = [self.dtype or "full precision"]
+        parts.append(f"sinks {self.sink}")
+        parts.append("no window" if self.window is None else f"window {self.window}")
+        return ", ".join(parts)
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(str(v) for v in values)
+
+
+def _at_least(name: str, value: Any, low: int, more: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name}={value!r}: use a whole number of at least {low}{more}")
+
+
+def value_group(head_dim: int, group_size: int, bits: int) -> tuple[int, int]:
+    """The cheapest legal (group, padded head size) for values of ``head_dim`` channels.
+
+    ``mx.quantized_matmul`` takes groups of 32, 64 and 128 only, so a head size of 80, say, is
+    padded: 96 in groups of 32 costs fewer bytes than 128 in groups of 64.
+    """
+    options = []
+    for group in GROUP_SIZES:
+        if group <= group_size:
+            padded = -(-head_dim // group) * group
+            options.append((padded * (bits + 32 / group), -group, padded))
+    _, group, padded = min(options)
+    return -group, padded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the cache's own flags. ``--kv-group-size`` and ``--max-kv-size`` are mlx_lm's."""
+    flags = parser.add_argument_group("KV cache (mlx_kivi)")
+    flags.add_argument(
+        "--kv-quantize",
+        metavar="NAME",
+        help=f"Storage of the KV cache: {_listed(PRESETS)}. Default: none",
+    )
+    flags.add_argument(
+        "--kv-key-bits", type=int, metavar="BITS", help=f"Bits for keys: {_listed(BITS)}"
+    )
+    flags.add_argument(
+        "--kv-value-bits", type=int, metavar="BITS", help=f"Bits for values: {_listed(BITS)}"
+    )
+    flags.add_argument(
+        "--kv-residual",
+        type=int,
+        metavar="N",
+        help="Most recent tokens kept in full precision. Default: 32",
+    )
+    flags.add_argument(
+        "--streaming-llm-sink",
+        type=int,
+        metavar="N",
+        help="First tokens that are always kept. Default: 4",
+    )
+    flags.add_argument(
+        "--streaming-llm-window",
+        type=int,
+        metavar="M",
+        help="Keep only the last M tokens beside the sinks. Default: keep all",
+    )
+
+
+def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheConfig | None:
+    """The policy that the flags ask for; None if none of ours was given.
+
+    Args:
+        args: What a parser with `add_arguments` and mlx_lm's own flags returned.
+        group_size: ``--kv-group-size`` if the user gave it.
+
+    Raises:
+        ValueError: one line that names the flag and the mend.
+    """
+    given = {
+        "k_bits": args.kv_key_bits,
+        "v_bits": args.kv_value_bits,
+        "residual_length": args.kv_residual,
+        "sink": args.streaming_llm_sink,
+        "window": args.streaming_llm_window,
+    }
+    given = {field: value for field, value in given.items() if value is not None}
+    if not given and args.kv_quantize is None:
+        return None
+    if getattr(args, "kv_bits", None) is not None:
+        raise ValueError(
+            "--kv-bits is mlx_lm's own cache and excludes the flags of this one: use --kv-quantize"
+        )
+    if args.streaming_llm_window is not None and args.max_kv_size is not None:
+        raise ValueError("--max-kv-size and --streaming-llm-window both bound the cache: use one")
+    if args.streaming_llm_sink is not None and not (args.streaming_llm_window or args.max_kv_size):
+        if args.streaming_llm_window is None:
+            raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
+    if group_size is not None:
+        given["group_size"] = group_size
+    try:
+        config = KVCacheConfig.from_name(args.kv_quantize or "none", **given)
+    except ValueError as error:
+        raise ValueError(_in_flags(str(error))) from None
+    return with_max_kv_size(config, args.max_kv_size)
+
+
+def with_max_kv_size(config: KVCacheConfig, max_kv_size: int | None) -> KVCacheConfig:
+    """``max_kv_size`` as mlx_lm means it: sinks and window together, 4 sinks by default.
+
+    Raises:
+        ValueError: if the policy has a window already, or too little is left for one.
+    """
+    if max_kv_size is None:
+        return config
+    if config.window is not None:
+        raise ValueError(f"max_kv_size={max_kv_size} and window={config.window}: use one of them")
+    if max_kv_size <= config.sink:
+        raise ValueError(
+            f"max_kv_size={max_kv_size}: use more than the {config.sink} sinks it includes"
+        )
+    return config.replace(window=max_kv_size - config.sink)
+
+
+_FLAGS = {
+    "k_bits": "--kv-key-bits",
+    "v_bits": "--kv-value-bits",
+    "group_size": "--kv-group-size",
+    "residual_length": "--kv-residual",
+    "sink": "--streaming-llm-sink",
+    "window": "--streaming-llm-window",
+    "kv-quantize": "--kv-quantize",
+}
+
+
+def _in_flags(message: str) -> str:
+    for field, flag in _FLAGS.items():
+        for mark in ("=", " "):
+            if message.startswith(field + mark):
+                return flag + " " + message[len(field) + 1 :]
+    return message

@@ -1,0 +1,164 @@
+"""Functions of mlx_lm, replaced in place and put back exactly.
+
+mlx_lm's modules, and users' own, bind ``make_prompt_cache`` and ``scaled_dot_product_attention``
+by name at import. A new attribute in one module would not reach those copies. So the function
+object stays and its ``__code__`` is swapped: every name that is bound to it, before or after,
+sees the change. Several users (`patch`, `patched`, `make_prompt_cache`) hold a hook; it is
+removed with the last.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+
+class Hook:
+    """One function of mlx_lm and what runs in its place.
+
+    Args:
+        function: The function of mlx_lm.
+        replacement: A function with the same parameters. Its code runs with mlx_lm's globals,
+            so it has to import what it needs.
+
+    Raises:
+        RuntimeError: if the parameters differ: this mlx_lm is not one that is supported.
+    """
+
+    def __init__(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        theirs, ours = (list(inspect.signature(f).parameters) for f in (function, replacement))
+        if theirs != ours:
+            raise RuntimeError(
+                f"this mlx-lm is not supported: {function.__module__}.{function.__name__} takes "
+                f"({', '.join(theirs)}), not ({', '.join(ours)}); install mlx-lm 0.31.3 to 0.32.x"
+            )
+        self._function = function
+        self._code = replacement.__code__
+        self._original_code = function.__code__
+        self.original = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__
+        )
+
+    def install(self) -> None:
+        self._function.__code__ = self._code
+
+    def remove(self) -> None:
+        self._function.__code__ = self._original_code
+
+
+class HookSet:
+    """Hooks, and attributes added to modules, that come and go together.
+
+    Args:
+        make: Called once, at the first use; returns the hooks and (module, name, value) triples.
+    """
+
+    def __init__(self, make: Callable[[], tuple[dict[str, Hook], list[tuple[Any, str, Any]]]]):
+        self._make = make
+        self._lock = threading.RLock()
+        self._holders: set[Any] = set()
+        self._hooks: dict[str, Hook] = {}
+        self._attributes: list[tuple[Any, str, Any]] = []
+
+    @property
+    def active(self) -> bool:
+        return bool(self._holders)
+
+    def original(self, name: str) -> Callable[..., Any]:
+        """mlx_lm's own function, whether or not it is hooked now."""
+        self._prepare()
+        return self._hooks[name].original
+
+    def hold(self, holder: Any) -> None:
+        """Install the hooks for ``holder``; again for the same one changes nothing."""
+        with self._lock:
+            self._prepare()
+            if not self._holders:
+                for hook in self._hooks.values():
+                    hook.install()
+                for module, name, value in self._attributes:
+                    setattr(module, name, value)
+            self._holders.add(holder)
+
+    def release(self, holder: Any) -> None:
+        """Give up ``holder``'s claim; the last one restores mlx_lm exactly."""
+        with self._lock:
+            if holder not in self._holders:
+                return
+            self._holders.remove(holder)
+            if self._holders:
+                return
+            for hook in self._hooks.values():
+                hook.remove()
+            for module, name, _ in self._attributes:
+                delattr(module, name)
+
+    def _prepare(self) -> None:
+        with self._lock:
+            if not self._hooks:
+                self._hooks, self._attributes = self._make()
+
+
+def _attention_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
+    from mlx_lm.models import base
+    from mlx_lm.models import cache as caches
+
+    from .quantized_streaming_cache import QuantizedStreamingCache
+
+    def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
+        from mlx_kivi.hooks import dispatch_attention
+
+        return dispatch_attention(queries, keys, values, cache, scale, mask, sinks)
+
+    def trim_prompt_cache(cache, num_tokens):
+        from mlx_kivi.hooks import dispatch_trim
+
+        return dispatch_trim(cache, num_tokens)
+
+    hooks = {
+        "scaled_dot_product_attention": Hook(
+            base.scaled_dot_product_attention, scaled_dot_product_attention
+        ),
+        "trim_prompt_cache": Hook(caches.trim_prompt_cache, trim_prompt_cache),
+    }
+    # load_prompt_cache looks classes up by name in its module.
+    return hooks, [(caches, "QuantizedStreamingCache", QuantizedStreamingCache)]
+
+
+# What our caches need of mlx_lm, whoever made them.
+attention = HookSet(_attention_hooks)
+
+
+def attention_hooked() -> bool:
+    """Whether mlx_lm's attention accepts `CacheHandle` now."""
+    return attention.active
+
+
+def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
+    """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
+    from .attention import CacheHandle, attend
+
+    if isinstance(keys, CacheHandle):
+        return attend(queries, keys.view, scale, mask, sinks)
+    original = attention.original("scaled_dot_product_attention")
+    return original(queries, keys, values, cache, scale, mask, sinks)
+
+
+def dispatch_trim(cache: list[Any], num_tokens: int) -> int:
+    """`trim_prompt_cache` that trims bounded caches within the margin that they keep."""
+    if not cache or not all(_can_trim(c, num_tokens) for c in cache):
+        return 0
+    return [c.trim(num_tokens) for c in cache][0]
+
+
+def _can_trim(cache: Any, n: int) -> bool:
+    from .quantized_streaming_cache import QuantizedStreamingCache
+
+    if isinstance(cache, QuantizedStreamingCache):
+        return cache.can_trim(min(n, cache.offset))
+    if hasattr(cache, "caches"):
+        return all(_can_trim(c, n) for c in cache.caches)
+    return cache.is_trimmable()

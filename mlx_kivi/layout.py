@@ -1,0 +1,189 @@
+"""Which token is where: the arithmetic of a cache, in whole numbers.
+
+Positions count from the start of the sequence. The first ``sink`` positions are the sinks; the
+rest form the stream, indexed j = position - sink. The ring holds the sinks, then ``ring`` slots
+for the newest of the stream (slot j mod ring); the store holds packed groups of ``group`` tokens
+(slot g mod capacity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .config import TRIM_MARGIN, KVCacheConfig
+
+_FAR = 2**62
+
+
+class Plan(NamedTuple):
+    """Sizes that follow from a policy.
+
+    sink: sinks; ring: full-precision slots of the stream, None if it grows without bound;
+    group: tokens in a packed group; residual: stream tokens that stay unpacked, None if all do;
+    slots: groups in the store, None if it grows; window: as in the policy.
+    """
+
+    sink: int
+    ring: int | None
+    group: int
+    residual: int | None
+    slots: int | None
+    window: int | None
+
+    def groups(self, seen: int) -> int:
+        """Groups that are packed once ``seen`` tokens are in: a function of the count alone."""
+        if self.residual is None:
+            return 0
+        return max(0, seen - self.sink - self.residual) // self.group
+
+    def evicted(self, seen: int) -> bool:
+        """Whether a query that follows ``seen`` tokens can no longer attend to all of them."""
+        return self.window is not None and seen - self.sink >= self.window
+
+    def first_visible(self, query: int) -> int:
+        """The oldest position of the stream that a query at position ``query`` may see."""
+        return self.sink if self.window is None else max(self.sink, query - self.window + 1)
+
+
+def plan(config: KVCacheConfig) -> Plan:
+    """The sizes for a policy. A window that fits the full-precision part is never packed."""
+    group, window = config.group_size, config.window
+    residual = config.residual_length if config.quantized else None
+    ring = slots = None
+    if residual is not None:
+        # Room for the residual, the group that is filling up, and what trim may take back;
+        # whole groups, so that each is contiguous in the ring.
+        ring = -(-(residual + group + TRIM_MARGIN) // group) * group
+        if window is not None:
+            slots = -(-(window + TRIM_MARGIN - 1 - residual) // group)
+    if window is not None and (ring is None or window + TRIM_MARGIN <= ring):
+        ring, residual, slots = window + TRIM_MARGIN, None, None
+    return Plan(config.sink, ring, group, residual, slots, window)
+
+
+def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut [start, stop) where it wraps in a ring of ``size``: (start, slot, length) of each."""
+    while start < stop:
+        slot = start % size
+        length = min(stop - start, size - slot)
+        yield start, slot, length
+        start += length
+
+
+class Snapshot(NamedTuple):
+    """What one call of attention may see.
+
+    plan: sizes; capacity: groups the store has room for now; placed: tokens in ring and store;
+    groups: packed ones; chunk: newer tokens, not yet placed; queries: rows, the newest tokens.
+    """
+
+    plan: Plan
+    capacity: int
+    placed: int
+    groups: int
+    chunk: int
+    queries: int
+
+    @property
+    def first_query(self) -> int:
+        return self.placed + self.chunk - self.queries
+
+    @property
+    def low(self) -> int:
+        """The oldest placed position of the stream that any query may see."""
+        return min(self.plan.first_visible(self.first_query), max(self.placed, self.plan.sink))
+
+    @property
+    def sinks(self) -> int:
+        return min(self.plan.sink, self.placed)
+
+    @property
+    def length(self) -> int:
+        """Tokens that at least one query sees."""
+        return self.sinks + max(0, self.placed - self.low) + self.chunk
+
+    @property
+    def linear(self) -> bool:
+        """Whether the first ``placed`` slots of the ring are what is visible, in order."""
+        plan = self.plan
+        fits = plan.ring is None or self.placed <= plan.sink + plan.ring
+        return fits and self.groups == 0 and self.low == plan.sink
+
+    def ordered_positions(self) -> np.ndarray:
+        """Positions in the order in which dense arrays are handed out: [length]."""
+        old = np.arange(self.low, self.placed)
+        new = np.arange(self.placed, self.placed + self.chunk)
+        return np.concatenate([np.arange(self.sinks), old, new])
+
+    def ring_bias(self) -> mx.array | None:
+        """Additive mask of the ring, [queries, sink + ring]; None if all of it shows."""
+        key = (self.plan.sink, self.plan.ring, self.placed, self.groups * self.plan.group)
+        return _bias(_ring_positions, key, *self._rows())
+
+    def store_bias(self) -> mx.array | None:
+        """Additive mask of the store, [queries, capacity · group]; None if all of it shows."""
+        key = (self.plan.sink, self.plan.group, self.capacity, self.groups)
+        rows = self._rows()
+        if self.queries == 1 and self.plan.window is None:
+            rows = (_FAR, 1, None, 0)  # the same at each step until a group is added
+        return _bias(_store_positions, key, *rows)
+
+    def chunk_bias(self) -> mx.array | None:
+        """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
+        return _bias(np.arange, (self.placed, self.placed + self.chunk), *self._rows())
+
+    def reorder(self, mask: mx.array) -> mx.array:
+        """Columns of a mask [..., length] over dense arrays, as ring, store and chunk lie."""
+        plan = self.plan
+        positions = np.concatenate(
+            [
+                _ring_positions(plan.sink, plan.ring, self.placed, self.groups * plan.group),
+                _store_positions(plan.sink, plan.group, self.capacity, self.groups),
+                np.arange(self.placed, self.placed + self.chunk),
+            ]
+        )
+        order = np.searchsorted(self.ordered_positions(), positions)
+        return mask[..., mx.array(np.minimum(order, self.length - 1))]
+
+    def _rows(self) -> tuple[int, int, int | None, int]:
+        return self.first_query, self.queries, self.plan.window, self.plan.sink
+
+
+def _ring_positions(sink: int, ring: int, placed: int, packed: int) -> np.ndarray:
+    """Position in each slot of the ring, -1 where none is or where it is packed already."""
+    stream = max(0, placed - sink)
+    slots = np.arange(ring)
+    j = slots + (stream - 1 - slots) // ring * ring
+    sinks = np.arange(sink)
+    return np.concatenate(
+        [np.where(sinks < placed, sinks, -1), np.where((j >= packed) & (j >= 0), j + sink, -1)]
+    )
+
+
+def _store_positions(sink: int, group: int, capacity: int, groups: int) -> np.ndarray:
+    """Position of each token slot in the store, -1 where none is."""
+    slots = np.arange(capacity)
+    g = slots + (groups - 1 - slots) // capacity * capacity if capacity else slots
+    start = np.where(g >= 0, g * group + sink, -group - sink)
+    positions = (start[:, None] + np.arange(group)).reshape(-1)
+    return np.maximum(positions, -1)
+
+
+@lru_cache(maxsize=16)
+def _bias(
+    positions_of, key: tuple, first: int, queries: int, window: int | None, sink: int
+) -> mx.array | None:
+    # Made on the host: no graph nodes, and one array serves every layer of a step.
+    positions = positions_of(*key)
+    rows = np.arange(first, first + queries)[:, None]
+    shown = (positions >= 0) & (positions <= rows)
+    if window is not None:
+        shown &= (positions > rows - window) | (positions < sink)
+    if shown.all():
+        return None
+    return mx.array(np.where(shown, np.float32(0), np.float32(-np.inf)))

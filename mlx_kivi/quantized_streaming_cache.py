@@ -1,0 +1,408 @@
+"""The cache of one layer: sinks, packed groups, recent tokens; KIVI and StreamingLLM together.
+
+    [ sinks, full precision | packed groups of G tokens | recent tokens, full precision ]
+
+Sinks and recent tokens share one buffer, the *ring*; packed groups live in a pair of *stores*
+(`layout.py` says which token is in which slot). All of them are written in place. A chunk of
+several tokens stays beside them until the next call, so that it attends to itself in full
+precision (KIVI, arXiv:2402.02750, section 3.3) and what it evicts is still there while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import hooks
+from .attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
+from .config import KVCacheConfig
+from .group_store import KeyStore, ValueStore
+from .layout import Snapshot, plan, spans
+
+Pair = tuple[mx.array, mx.array]
+
+
+class QuantizedStreamingCache:
+    """A drop-in for `mlx_lm.models.cache.KVCache`, packed and bounded as a policy says.
+
+    What a query at position p sees is the sinks and the positions in (p - window, p], however
+    the tokens were split into calls. ``offset`` is the absolute count of tokens seen.
+
+    Args:
+        config: The policy. Default: int8, no window.
+        packed_attention: Whether the model hands what it fetches straight to mlx_lm's
+            `scaled_dot_product_attention`. Then, while that is hooked (see `hooks`), it gets
+            handles on packed data; otherwise, plain arrays.
+    """
+
+    step = 256
+
+    def __init__(
+        self, config: KVCacheConfig | None = None, *, packed_attention: bool = False
+    ) -> None:
+        self.config = config if config is not None else KVCacheConfig.from_name("int8")
+        self.packed_attention = packed_attention
+        self.offset = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._plan = plan(self.config)
+        self._ring: list[mx.array] | None = None  # keys, values: [B, H, sink + ring, D]
+        self._stores: tuple[KeyStore, ValueStore] | None = None
+        self._chunk: Pair | None = None  # keys, values: [B, H, L, D], the newest tokens
+        self._dtype: mx.Dtype | None = None  # of the model
+        self._queries = 1  # rows of the last call
+        self._groups = 0
+        # What trim may go back to: the oldest stream token in the ring, the oldest group stored.
+        self._ring_low = 0
+        self._store_low = 0
+
+    # Append and fetch
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys [B, H, L, D_k] and values [B, H, L, D_v]; return all that L queries see.
+
+        Returns:
+            Keys and values in order of position, as arrays or as `CacheHandle`.
+
+        Raises:
+            ValueError: if batch, heads or head sizes differ from what is stored.
+        """
+        self._check(keys, values)
+        self._settle()
+        length = keys.shape[2]
+        if self._ring is None:
+            self._allocate(keys, values)
+        self._queries = length
+        stored = tuple(x.astype(r.dtype) for x, r in zip((keys, values), self._ring, strict=True))
+        if self._plan.ring is None:
+            self._grow(self.offset + length)
+            self._write_ring(self.offset, stored)
+        elif length == 1:
+            position = self.offset
+            if position >= self._plan.sink:
+                stream = position - self._plan.sink
+                self._ring_low = max(self._ring_low, stream + 1 - self._plan.ring)
+                position = self._plan.sink + stream % self._plan.ring
+            self._write_ring(position, stored)
+        else:
+            self._chunk = stored
+        self.offset += length
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the last `update_and_fetch` returned, again.
+
+        Raises:
+            ValueError: if nothing has been stored yet.
+        """
+        if self._ring is None:
+            raise ValueError("the cache is empty: call update_and_fetch first")
+        view = self._view()
+        shot = view.snapshot
+        hidden = shot.groups > 0 or (shot.chunk == 0 and not shot.linear)
+        if (
+            hidden
+            and shot.queries <= MAX_PACKED_QUERIES
+            and self.packed_attention
+            and hooks.attention_hooked()
+        ):
+            return view.handles()
+        return view.dense(0), view.dense(1)
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """The mask for the next N tokens over what `update_and_fetch` will return for them.
+
+        Args:
+            N: Tokens in the next call.
+            window_size: A window of the model's own, besides the policy's.
+            return_array: Never return "causal".
+
+        Returns:
+            None, "causal", or a boolean array [N, length].
+        """
+        first = self.offset
+        shot = self._snapshot(placed=first, chunk=N, queries=N)
+        window = self._plan.window
+        cut = window is not None and shot.first_query + N - self._plan.sink > window
+        narrowed = window_size is not None and shot.length > window_size
+        if N == 1 and not narrowed:
+            return None
+        if not (cut or narrowed or return_array):
+            return "causal"
+        k = mx.array(shot.ordered_positions().astype(np.int32))[None]
+        q = mx.arange(first, first + N)[:, None]
+        mask = k <= q
+        if cut:
+            mask = mask & ((k > q - window) | (k < self._plan.sink))
+        if narrowed:
+            mask = mask & (k > q - window_size)
+        return mask
+
+    # Size
+
+    def size(self) -> int:
+        """Tokens that the next query can attend to: sinks and window at the most."""
+        if self._plan.window is None:
+            return self.offset
+        return min(self.offset, self._plan.sink + self._plan.window)
+
+    def empty(self) -> bool:
+        return self._ring is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays that are alive, unused slots included."""
+        chunk = self._chunk or ()
+        return sum(a.nbytes for a in (*self._arrays(), *chunk))
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens held in packed groups now."""
+        return max(0, self._plan.groups(self.offset) - self._store_low) * self._plan.group
+
+    def __bool__(self) -> bool:
+        return True
+
+    # Trim
+
+    def is_trimmable(self) -> bool:
+        """Whether any number of tokens can be trimmed: false once some have been evicted."""
+        return not self._plan.evicted(self.offset)
+
+    def can_trim(self, n: int) -> bool:
+        """Whether `trim` can take back n tokens: after eviction, the last 32 at least."""
+        target = self.offset - n
+        if n < 0 or target < 0:
+            return False
+        placed = self.offset - self._chunk_length()
+        if target >= placed:
+            return True
+        stream = max(0, target - self._plan.sink)
+        low = max(0, self._plan.first_visible(target) - self._plan.sink)
+        packed = self._plan.groups(target) * self._plan.group
+        if low < packed:
+            return low // self._plan.group >= self._store_low
+        return stream <= low or low >= self._ring_low or self._in_store(low)
+
+    def trim(self, n: int) -> int:
+        """Forget the last n tokens, all or none of them.
+
+        Exact for the most recent 32 at least. Further back, without eviction, tokens that would
+        still be in full precision return with the precision that they were packed in.
+
+        Returns:
+            The number of tokens forgotten: min(n, offset), or 0 if they can't be.
+        """
+        n = min(n, self.offset)
+        if n <= 0 or not self.can_trim(n):
+            return 0
+        target = self.offset - n
+        placed = self.offset - self._chunk_length()
+        if target > placed:
+            k, v = self._chunk
+            self._chunk = (k[:, :, : target - placed], v[:, :, : target - placed])
+        else:
+            self._chunk = None
+            if target < placed and self._plan.ring is not None:
+                self._reopen(target)
+        self.offset = target
+        self._queries = 1
+        return n
+
+    def _reopen(self, target: int) -> None:
+        """Make the placed tokens those of a cache that has seen ``target`` tokens."""
+        groups = self._plan.groups(target)
+        if groups >= self._groups:
+            return
+        start, end = groups * self._plan.group, max(0, target - self._plan.sink)
+        if start < min(self._ring_low, end):
+            # Packed tokens that must be in the ring again.
+            stop = min(self._ring_low, end)
+            whole = -(-stop // self._plan.group)
+            for which, store in enumerate(self._stores):
+                packed = [
+                    store.dense(slot, count)
+                    for _, slot, count in spans(groups, whole, store.capacity)
+                ]
+                x = mx.concatenate(packed, axis=2)[:, :, : stop - start]
+                self._place(which, start, x)
+            self._ring_low = start
+        self._groups = groups
+
+    def _in_store(self, stream: int) -> bool:
+        group = stream // self._plan.group
+        return self._store_low <= group < self._groups
+
+    # State
+
+    @property
+    def state(self) -> list[mx.array]:
+        """A flat list: a header of bytes (JSON), then every live array."""
+        self._settle()
+        header = {
+            "config": self.config.to_dict(),
+            "packed_attention": self.packed_attention,
+            "offset": self.offset,
+            "groups": self._groups,
+            "ring_low": self._ring_low,
+            "store_low": self._store_low,
+            "dtype": None if self._dtype is None else str(self._dtype).rpartition(".")[2],
+            "head_dims": [s.head_dim for s in self._stores] if self._stores else [],
+        }
+        encoded = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+        return [mx.array(encoded), *self._arrays()]
+
+    @state.setter
+    def state(self, state: list[mx.array]) -> None:
+        header = json.loads(bytes(np.array(state[0])))
+        self.config = KVCacheConfig(**header["config"])
+        self.packed_attention = header["packed_attention"]
+        self._reset()
+        self.offset = header["offset"]
+        self._groups = header["groups"]
+        self._ring_low = header["ring_low"]
+        self._store_low = header["store_low"]
+        arrays = list(state[1:])
+        if not arrays:
+            return
+        self._dtype = getattr(mx, header["dtype"])
+        self._ring = arrays[:2]
+        self._stores = self._new_stores(self._ring[1])
+        rest = arrays[2:]
+        if rest:
+            for store, head_dim in zip(self._stores, header["head_dims"], strict=True):
+                rest = store.restore(rest, head_dim, self._dtype)
+
+    @classmethod
+    def from_state(cls, state: list[mx.array]) -> QuantizedStreamingCache:
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
+
+    # Inside
+
+    def _arrays(self) -> list[mx.array]:
+        stores = self._stores or ()
+        return [*(self._ring or ()), *(a for s in stores for a in s.live_arrays())]
+
+    def _chunk_length(self) -> int:
+        return 0 if self._chunk is None else self._chunk[0].shape[2]
+
+    def _snapshot(self, placed: int, chunk: int, queries: int) -> Snapshot:
+        capacity = self._stores[0].capacity if self._stores else 0
+        return Snapshot(self._plan, capacity, placed, self._groups, chunk, queries)
+
+    def _view(self) -> CacheView:
+        chunk = self._chunk_length()
+        shot = self._snapshot(self.offset - chunk, chunk, self._queries)
+        ring = tuple(a[...] for a in self._ring) if shot.placed else None
+        stores = tuple(s.snapshot() for s in self._stores) if shot.groups else None
+        return CacheView(shot, ring, stores, self._chunk, self._dtype)
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        if self._ring is None:
+            return
+        for name, new, old in zip(("keys", "values"), (keys, values), self._ring, strict=True):
+            if new.shape[:2] != old.shape[:2] or new.shape[3] != old.shape[3]:
+                raise ValueError(
+                    f"{name} of shape {new.shape} do not fit a cache of batch {old.shape[0]}, "
+                    f"{old.shape[1]} heads, head size {old.shape[3]}"
+                )
+
+    def _new_stores(self, values: mx.array) -> tuple[KeyStore, ValueStore]:
+        group = self._plan.group
+        # Some models store keys alone and pass values of head size 0.
+        v_bits = self.config.v_bits if values.shape[3] else None
+        return KeyStore(self.config.k_bits, group), ValueStore(v_bits, group)
+
+    def _allocate(self, keys: mx.array, values: mx.array) -> None:
+        self._dtype = keys.dtype
+        length = 0 if self._plan.ring is None else self._plan.sink + self._plan.ring
+        self._ring = [
+            mx.zeros((*x.shape[:2], length, x.shape[3]), self._storage_dtype(x))
+            for x in (keys, values)
+        ]
+        self._stores = self._new_stores(values)
+
+    def _storage_dtype(self, x: mx.array) -> mx.Dtype:
+        return x.dtype if self.config.dtype is None else getattr(mx, self.config.dtype)
+
+    def _grow(self, length: int) -> None:
+        """Room for ``length`` tokens in a ring without end."""
+        have = self._ring[0].shape[2]
+        if length <= have:
+            return
+        more = -(-(length - have) // self.step) * self.step
+        self._ring = [
+            mx.concatenate([a, mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2)
+            for a in self._ring
+        ]
+
+    def _write_ring(self, slot: int, pair: Pair) -> None:
+        end = slot + pair[0].shape[2]
+        for array, x in zip(self._ring, pair, strict=True):
+            array[:, :, slot:end] = x
+
+    def _place(self, which: int, start: int, x: mx.array) -> None:
+        """Write stream tokens x [B, H, L, D] from index ``start`` on into the ring."""
+        sink, ring = self._plan.sink, self._plan.ring
+        skip = max(0, x.shape[2] - ring)
+        for j, slot, count in spans(start + skip, start + x.shape[2], ring):
+            part = x[:, :, j - start : j - start + count]
+            self._ring[which][:, :, sink + slot : sink + slot + count] = part
+
+    def _settle(self) -> None:
+        """Pack the groups that are due and move a chunk into the ring."""
+        groups = self._plan.groups(self.offset)
+        if groups > self._groups:
+            self._pack(groups)
+        if self._chunk is None or self._plan.ring is None:
+            return
+        end = self.offset - self._plan.sink
+        placed = self.offset - self._chunk_length()
+        for which, x in enumerate(self._chunk):
+            sinks = min(max(0, self._plan.sink - placed), x.shape[2])
+            if sinks:
+                self._ring[which][:, :, placed : placed + sinks] = x[:, :, :sinks]
+            if sinks < x.shape[2]:
+                self._place(which, placed + sinks - self._plan.sink, x[:, :, sinks:])
+        self._ring_low = max(self._ring_low, end - self._plan.ring)
+        self._chunk = None
+        self._queries = 1
+
+    def _pack(self, groups: int) -> None:
+        """Pack stream tokens until ``groups`` groups are in the stores."""
+        size = self._plan.group
+        first = self._groups
+        if self._plan.slots is not None:
+            first = max(first, groups - self._plan.slots)
+            capacity = self._plan.slots
+        else:
+            tokens = -(-groups * size // self.step) * self.step
+            capacity = max(self._stores[0].capacity, tokens // size)
+        placed = max(0, self.offset - self._chunk_length() - self._plan.sink)
+        for which, store in enumerate(self._stores):
+            store.reserve(capacity, self._ring[which])
+            parts = []
+            for _, slot, count in spans(first * size, min(groups * size, placed), self._plan.ring):
+                slot += self._plan.sink
+                parts.append(self._ring[which][:, :, slot : slot + count])
+            if groups * size > placed:
+                # The chunk begins at ``placed``, or before it while it holds sinks.
+                skip = self._chunk_length() - (self.offset - self._plan.sink - placed)
+                begin = skip + max(first * size, placed) - placed
+                parts.append(self._chunk[which][:, :, begin : skip + groups * size - placed])
+            x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+            for g, slot, count in spans(first, groups, capacity):
+                store.write(slot, x[:, :, (g - first) * size : (g - first + count) * size])
+        self._store_low = max(self._store_low, groups - capacity)
+        self._groups = groups
+
+
+__all__ = ["CacheHandle", "QuantizedStreamingCache"]

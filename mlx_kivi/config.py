@@ -44,6 +44,10 @@ class KVCacheConfig:
         sink: First tokens, never quantised and never evicted.
         window: Most recent tokens kept beside the sinks; None keeps all.
         dtype: "float16", "bfloat16" or "float32" for what is not quantised; None: the model's.
+        layers: Numbers of the caches to quantise (-1 is the last); None: all. The others are
+            bounded alike and stay in full precision.
+        protect_first: So many caches from the first on take 8 bits at least.
+        protect_last: The same from the last back.
 
     Raises:
         ValueError: names the field, its value and what it may be.
@@ -56,6 +60,9 @@ class KVCacheConfig:
     sink: int = 4
     window: int | None = None
     dtype: str | None = None
+    layers: tuple[int, ...] | None = None
+    protect_first: int = 0
+    protect_last: int = 0
 
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
@@ -70,6 +77,12 @@ class KVCacheConfig:
             _at_least("window", self.window, 1, " (or None to keep every token)")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}, or None")
+        _at_least("protect_first", self.protect_first, 0)
+        _at_least("protect_last", self.protect_last, 0)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+            if not all(isinstance(i, int) for i in self.layers):
+                raise ValueError(f"layers={self.layers!r}: use whole numbers, or None for all")
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> KVCacheConfig:
@@ -88,6 +101,32 @@ class KVCacheConfig:
 
     def replace(self, **changes: Any) -> KVCacheConfig:
         return replace(self, **changes)
+
+    def at_least_bits(self, bits: int) -> KVCacheConfig:
+        """The same with quantised keys and values in ``bits`` bits or more."""
+        k, v = (b if b is None else max(b, bits) for b in (self.k_bits, self.v_bits))
+        return replace(self, k_bits=k, v_bits=v)
+
+    def by_layer(self, count: int) -> list[KVCacheConfig]:
+        """The policy of each of ``count`` caches.
+
+        Raises:
+            ValueError: if ``layers`` names one that is not there.
+        """
+        bad = [i for i in self.layers or () if not -count <= i < count]
+        if bad:
+            raise ValueError(f"layers={bad[0]}: this model has caches 0 to {count - 1}")
+        chosen = {i % count for i in self.layers} if self.layers is not None else set(range(count))
+        one = replace(self, layers=None, protect_first=0, protect_last=0)
+        policies = []
+        for i in range(count):
+            if i not in chosen:
+                policies.append(replace(one, k_bits=None, v_bits=None))
+            elif i < self.protect_first or i >= count - self.protect_last:
+                policies.append(one.at_least_bits(8))
+            else:
+                policies.append(one)
+        return policies
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -189,9 +228,9 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
         )
     if args.streaming_llm_window is not None and args.max_kv_size is not None:
         raise ValueError("--max-kv-size and --streaming-llm-window both bound the cache: use one")
-    if args.streaming_llm_sink is not None and not (args.streaming_llm_window or args.max_kv_size):
-        if args.streaming_llm_window is None:
-            raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
+    bounded = args.streaming_llm_window is not None or args.max_kv_size is not None
+    if args.streaming_llm_sink is not None and not bounded:
+        raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
     if group_size is not None:
         given["group_size"] = group_size
     try:

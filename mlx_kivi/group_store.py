@@ -14,8 +14,9 @@ from .config import value_group
 from .quantization import dequantize, quantize
 
 
-def _scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    # 16 bits a scale; bfloat16 has the range that float32 data may need.
+def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """Type of scales and zeros for data of ``dtype``: 16 bits in any case."""
+    # bfloat16 has the range that float32 data may need.
     return dtype if dtype in (mx.float16, mx.bfloat16) else mx.bfloat16
 
 
@@ -153,7 +154,7 @@ class KeyStore(GroupStore):
     def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
         if self.bits is None:
             return (x,)
-        dtype = _scale_dtype(self.dtype)
+        dtype = scale_dtype(self.dtype)
         return quantize(x.swapaxes(-1, -2), self.bits, self.group_size, dtype)
 
     def _decode(self, parts: list[mx.array]) -> mx.array:
@@ -197,7 +198,7 @@ class ValueStore(GroupStore):
             # Copies of the last channel: they widen no group's range.
             last = x[..., -1:]
             x = mx.concatenate([x, *[last] * (padded - self.head_dim)], axis=-1)
-        return quantize(x, self.bits, group, _scale_dtype(self.dtype))
+        return quantize(x, self.bits, group, scale_dtype(self.dtype))
 
     def _decode(self, parts: list[mx.array]) -> mx.array:
         if self.bits is None:

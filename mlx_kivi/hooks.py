@@ -151,7 +151,8 @@ def dispatch_trim(cache: list[Any], num_tokens: int) -> int:
     """`trim_prompt_cache` that trims bounded caches within the margin that they keep."""
     if not cache or not all(_can_trim(c, num_tokens) for c in cache):
         return 0
-    return [c.trim(num_tokens) for c in cache][0]
+    trimmed = [c.trim(num_tokens) for c in cache]
+    return trimmed[0]
 
 
 def _can_trim(cache: Any, n: int) -> bool:

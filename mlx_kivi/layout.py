@@ -50,7 +50,7 @@ class Plan(NamedTuple):
         return self.sink if self.window is None else max(self.sink, query - self.window + 1)
 
 
-def plan(config: KVCacheConfig) -> Plan:
+def plan_for(config: KVCacheConfig) -> Plan:
     """The sizes for a policy. A window that fits the full-precision part is never packed."""
     group, window = config.group_size, config.window
     residual = config.residual_length if config.quantized else None

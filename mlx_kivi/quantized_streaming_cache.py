@@ -20,7 +20,7 @@ from . import hooks
 from .attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
 from .config import KVCacheConfig
 from .group_store import KeyStore, ValueStore
-from .layout import Snapshot, plan, spans
+from .layout import Plan, Snapshot, plan_for, spans
 
 Pair = tuple[mx.array, mx.array]
 
@@ -49,7 +49,7 @@ class QuantizedStreamingCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._plan = plan(self.config)
+        self.plan: Plan = plan_for(self.config)
         self._ring: list[mx.array] | None = None  # keys, values: [B, H, sink + ring, D]
         self._stores: tuple[KeyStore, ValueStore] | None = None
         self._chunk: Pair | None = None  # keys, values: [B, H, L, D], the newest tokens
@@ -78,15 +78,15 @@ class QuantizedStreamingCache:
             self._allocate(keys, values)
         self._queries = length
         stored = tuple(x.astype(r.dtype) for x, r in zip((keys, values), self._ring, strict=True))
-        if self._plan.ring is None:
+        if self.plan.ring is None:
             self._grow(self.offset + length)
             self._write_ring(self.offset, stored)
         elif length == 1:
             position = self.offset
-            if position >= self._plan.sink:
-                stream = position - self._plan.sink
-                self._ring_low = max(self._ring_low, stream + 1 - self._plan.ring)
-                position = self._plan.sink + stream % self._plan.ring
+            if position >= self.plan.sink:
+                stream = position - self.plan.sink
+                self._ring_low = max(self._ring_low, stream + 1 - self.plan.ring)
+                position = self.plan.sink + stream % self.plan.ring
             self._write_ring(position, stored)
         else:
             self._chunk = stored
@@ -128,8 +128,8 @@ class QuantizedStreamingCache:
         """
         first = self.offset
         shot = self._snapshot(placed=first, chunk=N, queries=N)
-        window = self._plan.window
-        cut = window is not None and shot.first_query + N - self._plan.sink > window
+        window = self.plan.window
+        cut = window is not None and shot.first_query + N - self.plan.sink > window
         narrowed = window_size is not None and shot.length > window_size
         if N == 1 and not narrowed:
             return None
@@ -139,7 +139,7 @@ class QuantizedStreamingCache:
         q = mx.arange(first, first + N)[:, None]
         mask = k <= q
         if cut:
-            mask = mask & ((k > q - window) | (k < self._plan.sink))
+            mask = mask & ((k > q - window) | (k < self.plan.sink))
         if narrowed:
             mask = mask & (k > q - window_size)
         return mask
@@ -148,9 +148,9 @@ class QuantizedStreamingCache:
 
     def size(self) -> int:
         """Tokens that the next query can attend to: sinks and window at the most."""
-        if self._plan.window is None:
+        if self.plan.window is None:
             return self.offset
-        return min(self.offset, self._plan.sink + self._plan.window)
+        return min(self.offset, self.plan.sink + self.plan.window)
 
     def empty(self) -> bool:
         return self._ring is None
@@ -164,7 +164,7 @@ class QuantizedStreamingCache:
     @property
     def packed_tokens(self) -> int:
         """Tokens held in packed groups now."""
-        return max(0, self._plan.groups(self.offset) - self._store_low) * self._plan.group
+        return max(0, self.plan.groups(self.offset) - self._store_low) * self.plan.group
 
     def __bool__(self) -> bool:
         return True
@@ -173,7 +173,7 @@ class QuantizedStreamingCache:
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be trimmed: false once some have been evicted."""
-        return not self._plan.evicted(self.offset)
+        return not self.plan.evicted(self.offset)
 
     def can_trim(self, n: int) -> bool:
         """Whether `trim` can take back n tokens: after eviction, the last 32 at least."""
@@ -183,11 +183,11 @@ class QuantizedStreamingCache:
         placed = self.offset - self._chunk_length()
         if target >= placed:
             return True
-        stream = max(0, target - self._plan.sink)
-        low = max(0, self._plan.first_visible(target) - self._plan.sink)
-        packed = self._plan.groups(target) * self._plan.group
+        stream = max(0, target - self.plan.sink)
+        low = max(0, self.plan.first_visible(target) - self.plan.sink)
+        packed = self.plan.groups(target) * self.plan.group
         if low < packed:
-            return low // self._plan.group >= self._store_low
+            return low // self.plan.group >= self._store_low
         return stream <= low or low >= self._ring_low or self._in_store(low)
 
     def trim(self, n: int) -> int:
@@ -209,7 +209,7 @@ class QuantizedStreamingCache:
             self._chunk = (k[:, :, : target - placed], v[:, :, : target - placed])
         else:
             self._chunk = None
-            if target < placed and self._plan.ring is not None:
+            if target < placed and self.plan.ring is not None:
                 self._reopen(target)
         self.offset = target
         self._queries = 1
@@ -217,14 +217,14 @@ class QuantizedStreamingCache:
 
     def _reopen(self, target: int) -> None:
         """Make the placed tokens those of a cache that has seen ``target`` tokens."""
-        groups = self._plan.groups(target)
+        groups = self.plan.groups(target)
         if groups >= self._groups:
             return
-        start, end = groups * self._plan.group, max(0, target - self._plan.sink)
+        start, end = groups * self.plan.group, max(0, target - self.plan.sink)
         if start < min(self._ring_low, end):
             # Packed tokens that must be in the ring again.
             stop = min(self._ring_low, end)
-            whole = -(-stop // self._plan.group)
+            whole = -(-stop // self.plan.group)
             for which, store in enumerate(self._stores):
                 packed = [
                     store.dense(slot, count)
@@ -236,7 +236,7 @@ class QuantizedStreamingCache:
         self._groups = groups
 
     def _in_store(self, stream: int) -> bool:
-        group = stream // self._plan.group
+        group = stream // self.plan.group
         return self._store_low <= group < self._groups
 
     # State
@@ -279,11 +279,45 @@ class QuantizedStreamingCache:
             for store, head_dim in zip(self._stores, header["head_dims"], strict=True):
                 rest = store.restore(rest, head_dim, self._dtype)
 
+    @property
+    def meta_state(self) -> str:
+        """Nothing: mlx_lm up to 0.31 keeps settings here, we keep them in ``state``."""
+        return ""
+
+    @meta_state.setter
+    def meta_state(self, value: Any) -> None:
+        pass
+
     @classmethod
-    def from_state(cls, state: list[mx.array]) -> QuantizedStreamingCache:
+    def from_state(cls, state: list[mx.array], meta_state: Any = None) -> QuantizedStreamingCache:
         cache = cls.__new__(cls)
         cache.state = state
         return cache
+
+    # Models tie the order of evaluation to a cache's buffers (`mx.depends`), by assignment.
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The full-precision buffer of keys [B, H, slots, D]: sinks and recent tokens."""
+        return None if self._ring is None else self._ring[0]
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._assign(0, value)
+
+    @property
+    def values(self) -> mx.array | None:
+        """The same for values."""
+        return None if self._ring is None else self._ring[1]
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._assign(1, value)
+
+    def _assign(self, which: int, value: mx.array) -> None:
+        if self._ring is None or value.shape != self._ring[which].shape:
+            raise ValueError("assign an array of the shape of the buffer that it replaces")
+        self._ring[which] = value
 
     # Inside
 
@@ -296,7 +330,7 @@ class QuantizedStreamingCache:
 
     def _snapshot(self, placed: int, chunk: int, queries: int) -> Snapshot:
         capacity = self._stores[0].capacity if self._stores else 0
-        return Snapshot(self._plan, capacity, placed, self._groups, chunk, queries)
+        return Snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
 
     def _view(self) -> CacheView:
         chunk = self._chunk_length()
@@ -316,14 +350,14 @@ class QuantizedStreamingCache:
                 )
 
     def _new_stores(self, values: mx.array) -> tuple[KeyStore, ValueStore]:
-        group = self._plan.group
+        group = self.plan.group
         # Some models store keys alone and pass values of head size 0.
         v_bits = self.config.v_bits if values.shape[3] else None
         return KeyStore(self.config.k_bits, group), ValueStore(v_bits, group)
 
     def _allocate(self, keys: mx.array, values: mx.array) -> None:
         self._dtype = keys.dtype
-        length = 0 if self._plan.ring is None else self._plan.sink + self._plan.ring
+        length = 0 if self.plan.ring is None else self.plan.sink + self.plan.ring
         self._ring = [
             mx.zeros((*x.shape[:2], length, x.shape[3]), self._storage_dtype(x))
             for x in (keys, values)
@@ -351,7 +385,7 @@ class QuantizedStreamingCache:
 
     def _place(self, which: int, start: int, x: mx.array) -> None:
         """Write stream tokens x [B, H, L, D] from index ``start`` on into the ring."""
-        sink, ring = self._plan.sink, self._plan.ring
+        sink, ring = self.plan.sink, self.plan.ring
         skip = max(0, x.shape[2] - ring)
         for j, slot, count in spans(start + skip, start + x.shape[2], ring):
             part = x[:, :, j - start : j - start + count]
@@ -359,43 +393,43 @@ class QuantizedStreamingCache:
 
     def _settle(self) -> None:
         """Pack the groups that are due and move a chunk into the ring."""
-        groups = self._plan.groups(self.offset)
+        groups = self.plan.groups(self.offset)
         if groups > self._groups:
             self._pack(groups)
-        if self._chunk is None or self._plan.ring is None:
+        if self._chunk is None or self.plan.ring is None:
             return
-        end = self.offset - self._plan.sink
+        end = self.offset - self.plan.sink
         placed = self.offset - self._chunk_length()
         for which, x in enumerate(self._chunk):
-            sinks = min(max(0, self._plan.sink - placed), x.shape[2])
+            sinks = min(max(0, self.plan.sink - placed), x.shape[2])
             if sinks:
                 self._ring[which][:, :, placed : placed + sinks] = x[:, :, :sinks]
             if sinks < x.shape[2]:
-                self._place(which, placed + sinks - self._plan.sink, x[:, :, sinks:])
-        self._ring_low = max(self._ring_low, end - self._plan.ring)
+                self._place(which, placed + sinks - self.plan.sink, x[:, :, sinks:])
+        self._ring_low = max(self._ring_low, end - self.plan.ring)
         self._chunk = None
         self._queries = 1
 
     def _pack(self, groups: int) -> None:
         """Pack stream tokens until ``groups`` groups are in the stores."""
-        size = self._plan.group
+        size = self.plan.group
         first = self._groups
-        if self._plan.slots is not None:
-            first = max(first, groups - self._plan.slots)
-            capacity = self._plan.slots
+        if self.plan.slots is not None:
+            first = max(first, groups - self.plan.slots)
+            capacity = self.plan.slots
         else:
             tokens = -(-groups * size // self.step) * self.step
             capacity = max(self._stores[0].capacity, tokens // size)
-        placed = max(0, self.offset - self._chunk_length() - self._plan.sink)
+        placed = max(0, self.offset - self._chunk_length() - self.plan.sink)
         for which, store in enumerate(self._stores):
             store.reserve(capacity, self._ring[which])
             parts = []
-            for _, slot, count in spans(first * size, min(groups * size, placed), self._plan.ring):
-                slot += self._plan.sink
+            for _, slot, count in spans(first * size, min(groups * size, placed), self.plan.ring):
+                slot += self.plan.sink
                 parts.append(self._ring[which][:, :, slot : slot + count])
             if groups * size > placed:
                 # The chunk begins at ``placed``, or before it while it holds sinks.
-                skip = self._chunk_length() - (self.offset - self._plan.sink - placed)
+                skip = self._chunk_length() - (self.offset - self.plan.sink - placed)
                 begin = skip + max(first * size, placed) - placed
                 parts.append(self._chunk[which][:, :, begin : skip + groups * size - placed])
             x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -65,6 +65,13 @@ def test_each_digit_is_a_token(tokenizer: TokenizerWrapper, number: str) -> None
     assert tokenizer.convert_ids_to_tokens(encode(tokenizer, number)) == list(number)
 
 
+@pytest.mark.model
+def test_digits_are_split_off_before_the_spaces(tokenizer: TokenizerWrapper) -> None:
+    """GPT-2's split alone would pair the last space with the digit: two tokens of one space."""
+    ids = encode(tokenizer, "=  12")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["=", "ĠĠ", "1", "2"]
+
+
 # From U+40000 on, and for some control characters, the model's own vocabulary lacks bytes.
 @pytest.mark.model
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=0x3FFFF, exclude_categories=["Cs"])))
@@ -107,7 +114,8 @@ def test_chat_template_keeps_a_given_system_message(tokenizer: TokenizerWrapper)
 
 @pytest.mark.model
 def test_special_tokens_are_single_tokens(tokenizer: TokenizerWrapper) -> None:
-    assert encode(tokenizer, "<|im_start|>user\n<|im_end|><|endoftext|>") == [1, 4093, 198, 2, 0]
+    text = "<|im_start|>user\n<|im_end|><|endoftext|><file_sep>"
+    assert encode(tokenizer, text) == [1, 4093, 198, 2, 0, 5]
 
 
 @pytest.mark.model

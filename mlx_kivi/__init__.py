@@ -1,0 +1,19 @@
+"""Packed, bounded KV caches for mlx-lm: KIVI quantisation and StreamingLLM, together."""
+
+from .config import KVCacheConfig
+from .factory import make_prompt_cache
+from .patch import patch, patched, unpatch
+from .quantized_streaming_cache import QuantizedStreamingCache
+from .report import describe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KVCacheConfig",
+    "QuantizedStreamingCache",
+    "describe",
+    "make_prompt_cache",
+    "patch",
+    "patched",
+    "unpatch",
+]

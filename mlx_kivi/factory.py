@@ -1,0 +1,86 @@
+"""From the caches that a model makes to ours, layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models import cache as mlx_caches
+
+from . import hooks
+from .architectures import INDEXED, module_names, takes_packed
+from .config import KVCacheConfig, with_max_kv_size
+from .quantized_streaming_cache import QuantizedStreamingCache
+
+
+def own_caches(model: Any) -> list[Any]:
+    """The caches that the model itself wants: its ``make_cache``, else a `KVCache` a layer."""
+    if hasattr(model, "make_cache"):
+        return list(model.make_cache())
+    return [mlx_caches.KVCache() for _ in model.layers]
+
+
+def make_prompt_cache(
+    model: Any, config: KVCacheConfig | None = None, *, max_kv_size: int | None = None
+) -> list[Any]:
+    """The model's caches, packed and bounded as a policy says; without patching the factory.
+
+    Args:
+        model: An mlx_lm model, or one in its style (``layers``, ``__call__(inputs, cache)``).
+        config: The policy. Default: int8, no window.
+        max_kv_size: As in mlx_lm: sinks and window together, 4 sinks by default.
+
+    Returns:
+        One cache a layer, as `mlx_lm.models.cache.make_prompt_cache` returns them. Kinds that
+        can't be packed are left as they are: `mlx_kivi.describe` says which, and their bytes.
+
+    Raises:
+        ValueError: if both ``max_kv_size`` and the policy give a window, or a layer is named
+            that the model does not have.
+    """
+    # Packed caches need mlx_lm's attention to know them; `unpatch` undoes this too.
+    hooks.attention.hold("make_prompt_cache")
+    return build(model, config if config is not None else KVCacheConfig.from_name("int8"), max_kv_size)
+
+
+def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> list[Any]:
+    """`make_prompt_cache` without touching mlx_lm."""
+    config = with_max_kv_size(config, max_kv_size)
+    packed = takes_packed(model)
+    indexed = any(name in INDEXED for name in module_names(model))
+    return convert_all(own_caches(model), config, packed_attention=packed, indexed=indexed)
+
+
+def convert_all(
+    caches: list[Any], config: KVCacheConfig, *, packed_attention: bool, indexed: bool = False
+) -> list[Any]:
+    """Convert each cache by the policy for its place in the list.
+
+    Raises:
+        ValueError: if the policy names a layer that is not there.
+    """
+    return [
+        convert(cache, policy, packed_attention=packed_attention, indexed=indexed)
+        for cache, policy in zip(caches, config.by_layer(len(caches)), strict=True)
+    ]
+
+
+def convert(
+    cache: Any, config: KVCacheConfig, *, packed_attention: bool, indexed: bool = False
+) -> Any:
+    """One cache by its kind; a kind that is not known is returned as it is.
+
+    `KVCache` takes the policy; `RotatingKVCache`, a window the model was trained with, keeps that
+    window and its own sinks; `CacheList` is converted member by member.
+    """
+    if type(cache) is mlx_caches.KVCache:
+        return QuantizedStreamingCache(config, packed_attention=packed_attention)
+    if type(cache) is mlx_caches.RotatingKVCache and cache.max_size > cache.keep:
+        trained = config.replace(sink=cache.keep, window=cache.max_size - cache.keep)
+        return QuantizedStreamingCache(trained, packed_attention=packed_attention)
+    if type(cache) is mlx_caches.CacheList:
+        members = []
+        for i, member in enumerate(cache.caches):
+            policy = config.at_least_bits(8) if indexed and i == 1 else config
+            members.append(convert(member, policy, packed_attention=packed_attention))
+        return mlx_caches.CacheList(*members)
+    return cache

@@ -1,0 +1,97 @@
+"""`patch`, `unpatch`, `patched`: make mlx_lm use our caches, and put it back exactly."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from . import hooks
+from .config import KVCacheConfig
+from .factory import build
+from .hooks import Hook, HookSet
+
+
+def _factory_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
+    from mlx_lm.models import cache as caches
+
+    def make_prompt_cache(model, max_kv_size=None):
+        from mlx_kivi.patch import dispatch_make
+
+        return dispatch_make(model, max_kv_size)
+
+    return {"make_prompt_cache": Hook(caches.make_prompt_cache, make_prompt_cache)}, []
+
+
+_factory = HookSet(_factory_hooks)
+_patched_config: KVCacheConfig | None = None
+_local_config: ContextVar[KVCacheConfig | None] = ContextVar("mlx_kivi_config", default=None)
+
+
+class UnconvertedCacheWarning(UserWarning):
+    """Some layers keep a cache that is not packed or not bounded."""
+
+
+def patch(config: KVCacheConfig | None = None, **fields: Any) -> None:
+    """Make every `make_prompt_cache` of mlx_lm, wherever it is bound, build our caches.
+
+    Args:
+        config: The policy; or its fields as keywords (`KVCacheConfig`). Without either: int8,
+            no window, which changes no token.
+
+    Raises:
+        ValueError: for a bad field.
+        TypeError: for an unknown one, or both a config and fields.
+    """
+    global _patched_config
+    _patched_config = _as_config(config, fields)
+    hooks.attention.hold("patch")
+    _factory.hold("patch")
+
+
+def unpatch() -> None:
+    """Undo `patch` and what `make_prompt_cache` needed; a `patched` block stays until its end."""
+    global _patched_config
+    _patched_config = None
+    _factory.release("patch")
+    hooks.attention.release("patch")
+    hooks.attention.release("make_prompt_cache")
+
+
+@contextmanager
+def patched(config: KVCacheConfig | None = None, **fields: Any) -> Iterator[KVCacheConfig]:
+    """`patch` for a ``with`` block, in this thread only: other threads keep their policy."""
+    chosen = _as_config(config, fields)
+    holder = object()
+    token = _local_config.set(chosen)
+    hooks.attention.hold(holder)
+    _factory.hold(holder)
+    try:
+        yield chosen
+    finally:
+        _factory.release(holder)
+        hooks.attention.release(holder)
+        _local_config.reset(token)
+
+
+def _as_config(config: KVCacheConfig | None, fields: dict[str, Any]) -> KVCacheConfig:
+    if config is None:
+        return KVCacheConfig(**fields) if fields else KVCacheConfig.from_name("int8")
+    if fields:
+        raise TypeError(f"give a config or its fields, not both: {', '.join(fields)}")
+    return config
+
+
+def dispatch_make(model: Any, max_kv_size: int | None) -> list[Any]:
+    """What runs in place of mlx_lm's `make_prompt_cache` while it is patched."""
+    config = _local_config.get() or _patched_config
+    if config is None:  # another thread's `patched` block
+        return _factory.original("make_prompt_cache")(model, max_kv_size)
+    caches = build(model, config, max_kv_size)
+    from .report import unconverted
+
+    for line in unconverted(model, caches):
+        warnings.warn(f"mlx_kivi: {line}", UnconvertedCacheWarning, stacklevel=3)
+    return caches

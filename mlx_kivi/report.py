@@ -1,0 +1,205 @@
+"""What a policy does to a model's caches, in words and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .config import value_group
+from .factory import own_caches
+from .group_store import scale_dtype
+from .layout import Plan
+from .quantized_streaming_cache import QuantizedStreamingCache
+
+LONG = 32_768  # tokens at which costs are compared
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of one cache: KV heads, head sizes of keys and values, and the model's type."""
+
+    count: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    def full_bytes(self, tokens: int) -> int:
+        """Keys and values of ``tokens`` tokens in the model's own precision."""
+        return self.count * (self.key_dim + self.value_dim) * self.dtype.size * tokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """One cache of a model, members of a `CacheList` counted singly.
+
+    cache: ours, or the one left alone; own: what the model made, after one token; heads: None
+    where the cache holds no keys and values.
+    """
+
+    cache: Any
+    own: Any
+    heads: Heads | None
+
+    @property
+    def ours(self) -> bool:
+        return isinstance(self.cache, QuantizedStreamingCache)
+
+    def full_bytes(self, tokens: int) -> int:
+        """Bytes of the model's own cache after ``tokens`` tokens, without slack."""
+        if self.heads is None:
+            return _own_bytes(self.own)
+        bound = getattr(self.own, "max_size", getattr(self.own, "chunk_size", tokens))
+        return self.heads.full_bytes(min(tokens, bound))
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of the cache in use after ``tokens`` tokens."""
+        if not self.ours or self.heads is None:
+            return self.full_bytes(tokens)
+        return stored_bytes(self.cache, self.heads, tokens)
+
+
+def stored_bytes(cache: QuantizedStreamingCache, heads: Heads, tokens: int) -> int:
+    """What `QuantizedStreamingCache.nbytes` will be after ``tokens`` tokens."""
+    config, plan = cache.config, cache.plan
+    full = getattr(mx, config.dtype) if config.dtype else heads.dtype
+    step = cache.step
+    slots = -(-tokens // step) * step if plan.ring is None else plan.sink + plan.ring
+    total = heads.count * (heads.key_dim + heads.value_dim) * full.size * slots
+    groups = _room(plan, tokens, step)
+    if groups:
+        total += heads.count * groups * _group_bytes(cache, heads, full)
+        if config.k_bits and full == mx.float32:
+            total += heads.count * heads.key_dim * full.size
+    return total
+
+
+def _room(plan: Plan, tokens: int, step: int) -> int:
+    """Groups that the stores have room for."""
+    groups = plan.groups(tokens)
+    if groups and plan.slots is not None:
+        return plan.slots
+    return -(-groups * plan.group // step) * step // plan.group
+
+
+def _group_bytes(cache: QuantizedStreamingCache, heads: Heads, full: mx.Dtype) -> int:
+    config, size = cache.config, cache.plan.group
+    pair = 2 * scale_dtype(full).size
+    if config.k_bits:
+        keys = heads.key_dim * (size * config.k_bits // 8 + pair)
+    else:
+        keys = heads.key_dim * size * full.size
+    if config.v_bits and heads.value_dim:
+        group, padded = value_group(heads.value_dim, config.group_size, config.v_bits)
+        values = size * (padded * config.v_bits // 8 + padded // group * pair)
+    else:
+        values = heads.value_dim * size * full.size
+    return keys + values
+
+
+def parts(model: Any, caches: list[Any]) -> list[Part]:
+    """The caches of a model with their shapes, from a forward pass built and never computed."""
+    own = own_caches(model)
+    try:
+        model(mx.zeros((1, 1), mx.int32), cache=own)
+    except Exception:  # a model that needs more than tokens: shapes stay unknown
+        own = own_caches(model)
+    flat: list[Part] = []
+    for cache, mine in zip(caches, own, strict=True):
+        flat += _parts(cache, mine)
+    return flat
+
+
+def _parts(cache: Any, own: Any) -> list[Part]:
+    if hasattr(own, "caches"):
+        pairs = zip(cache.caches, own.caches, strict=True)
+        return [part for a, b in pairs for part in _parts(a, b)]
+    keys, values = getattr(own, "keys", None), getattr(own, "values", None)
+    heads = None
+    if isinstance(keys, mx.array) and isinstance(values, mx.array):
+        heads = Heads(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+    return [Part(cache, own, heads)]
+
+
+def _own_bytes(own: Any) -> int:
+    arrays = getattr(own, "cache", None)
+    if isinstance(arrays, list):
+        return sum(a.nbytes for a in arrays if a is not None)
+    try:
+        return own.nbytes
+    except (AttributeError, NotImplementedError, TypeError):
+        return 0
+
+
+def describe(model: Any, caches: list[Any], tokens: int = LONG) -> str:
+    """What is in force, for people: the policy, layers by kind, bytes at ``tokens`` and at 32K."""
+    flat = parts(model, caches)
+    lines = []
+    policies = Counter(p.cache.config.describe() for p in flat if p.ours)
+    for policy, count in policies.items():
+        lines.append(f"KV cache of {count} of {len(flat)} layers: {policy}")
+    lines += unconverted(model, caches, flat=flat, tokens=tokens)
+    lines += _unpacked(flat)
+    for length in sorted({tokens, LONG}):
+        now, full = (sum(f(p) for p in flat) for f in (_bytes(length), _full(length)))
+        if full:
+            lines.append(
+                f"At {length:,} tokens: {size(now)} instead of {size(full)} ({now / full:.0%})"
+            )
+    return "\n".join(lines)
+
+
+def unconverted(
+    model: Any, caches: list[Any], *, flat: list[Part] | None = None, tokens: int = LONG
+) -> list[str]:
+    """One line for each kind of cache that was left as the model made it."""
+    flat = parts(model, caches) if flat is None else flat
+    kinds: dict[str, list[Part]] = {}
+    for part in flat:
+        if not part.ours:
+            kinds.setdefault(type(part.cache).__name__, []).append(part)
+    lines = []
+    for kind, group in kinds.items():
+        shares = []
+        for length in sorted({tokens, LONG}):
+            mine = sum(p.bytes(length) for p in group)
+            total = sum(p.bytes(length) for p in flat) or 1
+            shares.append(f"{size(mine)} ({mine / total:.0%}) at {length:,} tokens")
+        lines.append(
+            f"{len(group)} of {len(flat)} layers keep {kind}, neither packed nor bounded by us: "
+            + ", ".join(shares)
+        )
+    return lines
+
+
+def _unpacked(flat: list[Part]) -> list[str]:
+    """Policies that ask for bits where the window leaves nothing to pack."""
+    small = [p for p in flat if p.ours and p.cache.config.quantized and p.cache.plan.residual is None]
+    if not small:
+        return []
+    window = small[0].cache.config.window
+    return [
+        f"{len(small)} of {len(flat)} layers are not packed: a window of {window} fits in the "
+        "full-precision part"
+    ]
+
+
+def _bytes(tokens: int):
+    return lambda part: part.bytes(tokens)
+
+
+def _full(tokens: int):
+    return lambda part: part.full_bytes(tokens)
+
+
+def size(count: int) -> str:
+    """Bytes for people, decimal units."""
+    if count < 1000:
+        return f"{count} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.5 or unit == "TB":
+            return f"{count:.1f} {unit}" if count < 100 else f"{count:.0f} {unit}"
+    raise AssertionError

@@ -111,4 +111,3 @@ def _runs_on_handles(model: Any) -> bool:
         return False
     finally:
         hooks.attention.release(holder)
-

@@ -64,24 +64,49 @@ class CacheView:
             parts.append(self.ring[which][:, :, plan.sink + slot : plan.sink + slot + count])
         return parts
 
-    def handles(self) -> tuple[CacheHandle, CacheHandle]:
-        return CacheHandle(self, 0), CacheHandle(self, 1)
-
 
 class CacheHandle:
-    """Stands for the keys (``which`` 0) or values (1) of a `CacheView`: not an array."""
+    """Stands for the keys (``which`` 0) or values (1) that queries see: not an array.
+
+    Args:
+        views: What the queries see, in their order: `CacheView.snapshot` says how many of them.
+        which: 0 or 1.
+    """
 
     ndim = 4
 
-    def __init__(self, view: CacheView, which: int) -> None:
-        self.view = view
-        self.which = which
-        batch, heads, _, dim = view.ring[which].shape
-        self.shape = (batch, heads, view.snapshot.length, dim)
-        self.dtype = view.dtype
+    def __init__(self, views: tuple[CacheView, ...], which: int) -> None:
+        self.views = views
+        batch, heads, _, dim = views[-1].ring[which].shape
+        first, last = views[0].snapshot, views[-1].snapshot
+        self.shape = (batch, heads, last.length + last.low - first.low, dim)
+        self.dtype = views[-1].dtype
 
-    def dense(self) -> mx.array:
-        return self.view.dense(self.which)
+
+def attend_handle(
+    queries: mx.array,
+    keys: CacheHandle,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """`attend` for all views of a handle; an array of a mask is over all tokens that any shows."""
+    if len(keys.views) == 1:
+        return attend(queries, keys.views[0], scale, mask, sinks)
+    outputs = []
+    row, oldest = 0, keys.views[0].snapshot.low
+    for view in keys.views:
+        shot = view.snapshot
+        rows = slice(row, row + shot.queries)
+        part = mask
+        if isinstance(mask, mx.array):
+            start = shot.sinks + shot.low - oldest
+            of_rows = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            stream = of_rows[..., start : start + shot.length - shot.sinks]
+            part = mx.concatenate([of_rows[..., : shot.sinks], stream], axis=-1)
+        outputs.append(attend(queries[:, :, rows], view, scale, part, sinks))
+        row = rows.stop
+    return mx.concatenate(outputs, axis=2)
 
 
 def attend(

@@ -13,7 +13,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 # Tokens behind the newest one that `trim` can always take back exactly.
 TRIM_MARGIN = 32
 
-# The named settings. Group sizes and residuals were chosen with benchmarks/quality.py (docs/quality.md).
+# The named settings, chosen by benchmarks/quality.py: see docs/quality.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp16": {"dtype": "float16"},
@@ -237,7 +237,10 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
         config = KVCacheConfig.from_name(args.kv_quantize or "none", **given)
     except ValueError as error:
         raise ValueError(_in_flags(str(error))) from None
-    return with_max_kv_size(config, args.max_kv_size)
+    try:
+        return with_max_kv_size(config, args.max_kv_size)
+    except ValueError as error:
+        raise ValueError(str(error).replace("max_kv_size=", "--max-kv-size ")) from None
 
 
 def with_max_kv_size(config: KVCacheConfig, max_kv_size: int | None) -> KVCacheConfig:
@@ -272,5 +275,6 @@ def _in_flags(message: str) -> str:
     for field, flag in _FLAGS.items():
         for mark in ("=", " "):
             if message.startswith(field + mark):
-                return flag + " " + message[len(field) + 1 :]
+                message = flag + " " + message[len(field) + 1 :]
+    message = message.replace(", or None", "").replace("or None to", "or leave it out to")
     return message

@@ -39,7 +39,9 @@ def make_prompt_cache(
     """
     # Packed caches need mlx_lm's attention to know them; `unpatch` undoes this too.
     hooks.attention.hold("make_prompt_cache")
-    return build(model, config if config is not None else KVCacheConfig.from_name("int8"), max_kv_size)
+    return build(
+        model, config if config is not None else KVCacheConfig.from_name("int8"), max_kv_size
+    )
 
 
 def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> list[Any]:

@@ -54,7 +54,9 @@ class GroupStore:
             self.head_dim, self.dtype = like.shape[-1], like.dtype
         axis = self._axis()
         # Of a group of zeros: shapes and types, never evaluated.
-        empty = self._encode(mx.zeros((*like.shape[:2], self.group_size, self.head_dim), self.dtype))
+        empty = self._encode(
+            mx.zeros((*like.shape[:2], self.group_size, self.head_dim), self.dtype)
+        )
         grown = []
         for i, one in enumerate(empty):
             shape = list(one.shape)
@@ -122,7 +124,9 @@ class KeyStore(GroupStore):
     def write(self, slot: int, x: mx.array) -> None:
         if self.bits and self.dtype == mx.float32:
             if self.shift is None:
-                self.shift = (x.max(axis=2) / 2 + x.min(axis=2) / 2)[..., None]
+                # Of the first group alone: it must not depend on how many came at once.
+                first = x[:, :, : self.group_size]
+                self.shift = (first.max(axis=2) / 2 + first.min(axis=2) / 2)[..., None]
             x = x - self.shift.swapaxes(-1, -2)
         super().write(slot, x)
 

@@ -139,10 +139,10 @@ def attention_hooked() -> bool:
 
 def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
     """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
-    from .attention import CacheHandle, attend
+    from .attention import CacheHandle, attend_handle
 
     if isinstance(keys, CacheHandle):
-        return attend(queries, keys.view, scale, mask, sinks)
+        return attend_handle(queries, keys, scale, mask, sinks)
     original = attention.original("scaled_dot_product_attention")
     return original(queries, keys, values, cache, scale, mask, sinks)
 

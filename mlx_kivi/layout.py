@@ -41,6 +41,12 @@ class Plan(NamedTuple):
             return 0
         return max(0, seen - self.sink - self.residual) // self.group
 
+    def until_packing(self, seen: int) -> int | None:
+        """Tokens that follow ``seen`` ones before another group is packed; None: it never is."""
+        if self.residual is None:
+            return None
+        return self.sink + self.residual + (self.groups(seen) + 1) * self.group - seen
+
     def evicted(self, seen: int) -> bool:
         """Whether a query that follows ``seen`` tokens can no longer attend to all of them."""
         return self.window is not None and seen - self.sink >= self.window

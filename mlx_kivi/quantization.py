@@ -30,10 +30,14 @@ def quantize(
     """
     levels = (1 << bits) - 1
     groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group_size)
-    zeros = _rounded_down(groups.min(axis=-1), dtype)
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    # Levels sit in the middle of 2^bits equal parts of the range, not on its ends: a step of
+    # range / 2^bits in place of range / (2^bits - 1). Each is divided before the subtraction,
+    # as the range of finite values may itself be infinite.
+    half = high / (2 << bits) - low / (2 << bits)
+    zeros = _rounded_down(low + half, dtype)
     base = zeros.astype(mx.float32)
-    # Divided before the subtraction: the range of finite values may itself be infinite.
-    steps = groups.max(axis=-1) / levels - base / levels
+    steps = high / (levels + 0.5) - base / (levels + 0.5)
     scales = _rounded_up(mx.maximum(steps, MIN_SCALE), dtype)
     q = mx.round((groups - base[..., None]) / scales.astype(mx.float32)[..., None])
     q = mx.clip(q, 0, levels).astype(mx.uint32)

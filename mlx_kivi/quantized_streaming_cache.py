@@ -10,7 +10,6 @@ precision (KIVI, arXiv:2402.02750, section 3.3) and what it evicts is still ther
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +17,10 @@ import numpy as np
 
 from . import hooks
 from .attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
-from .config import KVCacheConfig
+from .config import TRIM_MARGIN, KVCacheConfig
 from .group_store import KeyStore, ValueStore
 from .layout import Plan, Snapshot, plan_for, spans
+from .state import Header, dtype_name, live_arrays, read_header, read_ring, read_stores
 
 Pair = tuple[mx.array, mx.array]
 
@@ -54,7 +54,8 @@ class QuantizedStreamingCache:
         self._stores: tuple[KeyStore, ValueStore] | None = None
         self._chunk: Pair | None = None  # keys, values: [B, H, L, D], the newest tokens
         self._dtype: mx.Dtype | None = None  # of the model
-        self._queries = 1  # rows of the last call
+        self._queries = 1  # rows of the last call, but for
+        self._cut = 0  # rows before them that see one packed group less
         self._groups = 0
         # What trim may go back to: the oldest stream token in the ring, the oldest group stored.
         self._ring_low = 0
@@ -72,6 +73,26 @@ class QuantizedStreamingCache:
             ValueError: if batch, heads or head sizes differ from what is stored.
         """
         self._check(keys, values)
+        cut = self._cut_for(keys.shape[2])
+        if cut:
+            self._append(keys[:, :, :cut], values[:, :, :cut])
+            keys, values = keys[:, :, cut:], values[:, :, cut:]
+        self._append(keys, values)
+        self._cut = cut
+        return self.keys_and_values()
+
+    def _cut_for(self, length: int) -> int:
+        """Queries of a short call that come before the next group is packed, 0 if all or none do.
+
+        Short calls are steps of decoding: a draft that is checked at once has to see, token by
+        token, what single steps would see.
+        """
+        due = self.plan.until_packing(self.offset)
+        if due is None or not due < length <= TRIM_MARGIN:
+            return 0
+        return due if self.packed_attention and hooks.attention_hooked() else 0
+
+    def _append(self, keys: mx.array, values: mx.array) -> None:
         self._settle()
         length = keys.shape[2]
         if self._ring is None:
@@ -91,7 +112,6 @@ class QuantizedStreamingCache:
         else:
             self._chunk = stored
         self.offset += length
-        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last `update_and_fetch` returned, again.
@@ -101,16 +121,16 @@ class QuantizedStreamingCache:
         """
         if self._ring is None:
             raise ValueError("the cache is empty: call update_and_fetch first")
-        view = self._view()
+        *earlier, view = self._views()
         shot = view.snapshot
         hidden = shot.groups > 0 or (shot.chunk == 0 and not shot.linear)
-        if (
+        if earlier or (
             hidden
             and shot.queries <= MAX_PACKED_QUERIES
             and self.packed_attention
             and hooks.attention_hooked()
         ):
-            return view.handles()
+            return CacheHandle((*earlier, view), 0), CacheHandle((*earlier, view), 1)
         return view.dense(0), view.dense(1)
 
     def make_mask(
@@ -212,7 +232,12 @@ class QuantizedStreamingCache:
             if target < placed and self.plan.ring is not None:
                 self._reopen(target)
         self.offset = target
-        self._queries = 1
+        self._queries, self._cut = 1, 0
+        # What trim went back beyond is in no slot any more.
+        self._ring_low = min(self._ring_low, max(0, target - self.plan.sink))
+        self._store_low = min(self._store_low, self._groups)
+        if self._groups == 0 and self._stores:
+            self._stores = self._new_stores(self._ring[1])
         return n
 
     def _reopen(self, target: int) -> None:
@@ -243,41 +268,38 @@ class QuantizedStreamingCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """A flat list: a header of bytes (JSON), then every live array."""
+        """A flat list: a header of bytes (JSON), then what is live of every array."""
         self._settle()
-        header = {
-            "config": self.config.to_dict(),
-            "packed_attention": self.packed_attention,
-            "offset": self.offset,
-            "groups": self._groups,
-            "ring_low": self._ring_low,
-            "store_low": self._store_low,
-            "dtype": None if self._dtype is None else str(self._dtype).rpartition(".")[2],
-            "head_dims": [s.head_dim for s in self._stores] if self._stores else [],
-        }
-        encoded = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-        return [mx.array(encoded), *self._arrays()]
+        self._cut = 0
+        dtype = None if self._dtype is None else dtype_name(self._dtype)
+        header = Header(
+            self.config, self.packed_attention, self.offset, self._ring_low, self._store_low, dtype
+        )
+        arrays = []
+        if self.offset:
+            arrays = [a[:, :, : header.ring_slots] for a in self._ring]
+        if header.store_slots:
+            for store, like in zip(self._stores, self._ring, strict=True):
+                arrays += live_arrays(store, header.store_slots, like)
+        return [header.encode(), *arrays]
 
     @state.setter
     def state(self, state: list[mx.array]) -> None:
-        header = json.loads(bytes(np.array(state[0])))
-        self.config = KVCacheConfig(**header["config"])
-        self.packed_attention = header["packed_attention"]
+        """Raises ValueError, one line, for a state that no cache can have."""
+        header = read_header(state)
+        self.config = header.config
+        self.packed_attention = header.packed_attention
         self._reset()
-        self.offset = header["offset"]
-        self._groups = header["groups"]
-        self._ring_low = header["ring_low"]
-        self._store_low = header["store_low"]
-        arrays = list(state[1:])
-        if not arrays:
+        self.offset = header.offset
+        self._groups = self.plan.groups(header.offset)
+        self._ring_low = header.ring_low
+        self._store_low = header.store_low
+        if not header.offset:
             return
-        self._dtype = getattr(mx, header["dtype"])
-        self._ring = arrays[:2]
+        self._dtype = getattr(mx, header.dtype)
+        self._ring = read_ring(header, state[1:3])
         self._stores = self._new_stores(self._ring[1])
-        rest = arrays[2:]
-        if rest:
-            for store, head_dim in zip(self._stores, header["head_dims"], strict=True):
-                rest = store.restore(rest, head_dim, self._dtype)
+        read_stores(header, self._stores, self._ring, state[3:], self.step)
 
     @property
     def meta_state(self) -> str:
@@ -332,12 +354,19 @@ class QuantizedStreamingCache:
         capacity = self._stores[0].capacity if self._stores else 0
         return Snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
 
-    def _view(self) -> CacheView:
+    def _views(self) -> list[CacheView]:
+        """What the queries of the last call see: one view, or two if a group was packed midway."""
         chunk = self._chunk_length()
         shot = self._snapshot(self.offset - chunk, chunk, self._queries)
         ring = tuple(a[...] for a in self._ring) if shot.placed else None
         stores = tuple(s.snapshot() for s in self._stores) if shot.groups else None
-        return CacheView(shot, ring, stores, self._chunk, self._dtype)
+        view = CacheView(shot, ring, stores, self._chunk, self._dtype)
+        if not self._cut:
+            return [view]
+        # The margin that trim needs in ring and stores serves these queries too.
+        seen = self.offset - self._queries
+        first = shot._replace(placed=seen, groups=shot.groups - 1, chunk=0, queries=self._cut)
+        return [CacheView(first, ring, stores, None, self._dtype), view]
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         if self._ring is None:

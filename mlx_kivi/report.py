@@ -48,11 +48,12 @@ class Part:
         return isinstance(self.cache, QuantizedStreamingCache)
 
     def full_bytes(self, tokens: int) -> int:
-        """Bytes of the model's own cache after ``tokens`` tokens, without slack."""
+        """Bytes of the model's own cache after ``tokens`` tokens: it grows by 256."""
         if self.heads is None:
             return _own_bytes(self.own)
-        bound = getattr(self.own, "max_size", getattr(self.own, "chunk_size", tokens))
-        return self.heads.full_bytes(min(tokens, bound))
+        grown = -(-tokens // 256) * 256
+        bound = getattr(self.own, "max_size", getattr(self.own, "chunk_size", grown))
+        return self.heads.full_bytes(min(grown, bound))
 
     def bytes(self, tokens: int) -> int:
         """Bytes of the cache in use after ``tokens`` tokens."""
@@ -176,7 +177,9 @@ def unconverted(
 
 def _unpacked(flat: list[Part]) -> list[str]:
     """Policies that ask for bits where the window leaves nothing to pack."""
-    small = [p for p in flat if p.ours and p.cache.config.quantized and p.cache.plan.residual is None]
+    small = [
+        p for p in flat if p.ours and p.cache.config.quantized and p.cache.plan.residual is None
+    ]
     if not small:
         return []
     window = small[0].cache.config.window
@@ -203,3 +206,15 @@ def size(count: int) -> str:
         if count < 999.5 or unit == "TB":
             return f"{count:.1f} {unit}" if count < 100 else f"{count:.0f} {unit}"
     raise AssertionError
+
+
+def summary(model: Any, caches: list[Any]) -> str:
+    """After a generation: tokens seen and stored, bytes, and what full precision would take."""
+    flat = parts(model, caches)
+    ours = [p.cache for p in flat if p.ours]
+    seen = max((c.offset for c in ours), default=0)
+    stored = max((c.size() for c in ours), default=0)
+    tokens = f"{seen:,} tokens seen" + (f", {stored:,} stored" if stored != seen else "")
+    now = sum(c.nbytes for c in ours) + sum(p.bytes(seen) for p in flat if not p.ours)
+    full = sum(p.full_bytes(seen) for p in flat)
+    return f"KV cache: {tokens}, {size(now)} (full precision: {size(full)})"

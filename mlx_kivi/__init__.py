@@ -3,6 +3,7 @@
 from .config import KVCacheConfig
 from .factory import make_prompt_cache
 from .patch import patch, patched, unpatch
+from .prompt_file import load_prompt_cache, save_prompt_cache
 from .quantized_streaming_cache import QuantizedStreamingCache
 from .report import describe
 
@@ -12,8 +13,10 @@ __all__ = [
     "KVCacheConfig",
     "QuantizedStreamingCache",
     "describe",
+    "load_prompt_cache",
     "make_prompt_cache",
     "patch",
     "patched",
+    "save_prompt_cache",
     "unpatch",
 ]

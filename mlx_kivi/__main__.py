@@ -9,6 +9,7 @@ from . import __version__, cli
 
 COMMANDS = {
     "generate": ("mlx_kivi.generate", "text from a prompt, with mlx_lm.generate's flags and ours"),
+    "sample": ("mlx_kivi.sample", "text with tinygpt's own flags and report"),
     "convert-tinygpt": ("mlx_kivi.tinygpt.convert", ".tinygpt file to model directory, and back"),
 }
 

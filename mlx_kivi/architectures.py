@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_caches
+
+from .config import KVCacheConfig
 
 _MLA = "multi-head latent attention expands the cached latent itself"
 _OWN = "its attention is written out, not mlx_lm's"
@@ -72,9 +75,9 @@ def module_names(model: Any) -> list[str]:
 def takes_packed(model: Any) -> bool:
     """Whether the model's attention can be given handles in place of arrays.
 
-    Modules in the tables above are known. Any other is probed, once a class: a decode step on
-    packed caches is built, not computed, and a model that does anything with a handle but pass
-    it on gets arrays.
+    Modules in the tables above are known. Any other is probed, once a class and its settings: a
+    few calls on packed caches are built, not computed, and a model that does anything with a
+    handle but pass it on gets arrays.
     """
     names = module_names(model)
     if any(name in DENSE for name in names):
@@ -84,6 +87,7 @@ def takes_packed(model: Any) -> bool:
     return _probe(model)
 
 
+_PROBE = KVCacheConfig(k_bits=8, v_bits=8, group_size=32, residual_length=0, sink=0)
 _probed: dict[tuple[type, str], bool] = {}
 
 
@@ -96,18 +100,27 @@ def _probe(model: Any) -> bool:
 
 def _runs_on_handles(model: Any) -> bool:
     from . import hooks
-    from .config import KVCacheConfig
-    from .factory import convert_all, own_caches
+    from .factory import own_caches
 
-    config = KVCacheConfig(k_bits=8, v_bits=8, group_size=32, residual_length=0)
     holder = object()
     hooks.attention.hold(holder)
     try:
-        caches = convert_all(own_caches(model), config, packed_attention=True)
-        model(mx.zeros((1, 3 * config.group_size), mx.int32), cache=caches)
-        model(mx.zeros((1, 1), mx.int32), cache=caches)
+        caches = [_packed_at_once(cache) for cache in own_caches(model)]
+        # A group to pack, then what a step and a short call make of it.
+        for length in (_PROBE.group_size, 1, 2):
+            model(mx.zeros((1, length), mx.int32), cache=caches)
         return True
     except Exception:  # whatever a model does with a handle, the answer is the same
         return False
     finally:
         hooks.attention.release(holder)
+
+
+def _packed_at_once(cache: Any) -> Any:
+    from .quantized_streaming_cache import QuantizedStreamingCache
+
+    if type(cache) in (mlx_caches.KVCache, mlx_caches.RotatingKVCache):
+        return QuantizedStreamingCache(_PROBE, packed_attention=True)
+    if type(cache) is mlx_caches.CacheList:
+        return mlx_caches.CacheList(*[_packed_at_once(member) for member in cache.caches])
+    return cache

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .config import TRIM_MARGIN
 from .group_store import KeyStore, ValueStore
 from .layout import Snapshot, spans
+from .rope import Moved
 
 # Up to this many query rows, scores against packed keys cost less than unpacking them.
 MAX_PACKED_QUERIES = 8
+# Query rows whose scores against unpacked keys are in memory at a time.
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class CacheView:
     """One layer's keys and values as one call of attention sees them.
 
     ring: sinks and newest tokens [B, H, sink + ring, D], keys and values; stores: the packed
-    groups; chunk: tokens not in the ring yet [B, H, chunk, D]; dtype: the model's own.
+    groups; chunk: tokens not in the ring yet [B, H, chunk, D]; dtype: the model's own; moved:
+    which queries see the sinks elsewhere, None if none do.
     """
 
     snapshot: Snapshot
@@ -31,6 +36,7 @@ class CacheView:
     stores: tuple[KeyStore, ValueStore] | None
     chunk: tuple[mx.array, mx.array] | None
     dtype: mx.Dtype
+    moved: Moved | None = None
 
     def dense(self, which: int) -> mx.array:
         """Keys (0) or values (1) in order of position: [B, H, length, D]."""
@@ -77,10 +83,14 @@ class CacheHandle:
 
     def __init__(self, views: tuple[CacheView, ...], which: int) -> None:
         self.views = views
-        batch, heads, _, dim = views[-1].ring[which].shape
-        first, last = views[0].snapshot, views[-1].snapshot
-        self.shape = (batch, heads, last.length + last.low - first.low, dim)
+        self.which = which
         self.dtype = views[-1].dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, heads, _, dim = self.views[-1].ring[self.which].shape
+        first, last = self.views[0].snapshot, self.views[-1].snapshot
+        return batch, heads, last.length + last.low - first.low, dim
 
 
 def attend_handle(
@@ -129,39 +139,46 @@ def attend(
     Returns:
         [B, H_q, L, D_v], of the queries' type.
     """
-    shot = view.snapshot
+    shot, moved = view.snapshot, view.moved
+    many = shot.queries > (MAX_PACKED_QUERIES if moved else TRIM_MARGIN)
+    if many or (shot.chunk and not shot.groups):
+        return _attend_blocks(queries, view, scale, mask, sinks)
     if shot.groups == 0:
         return _attend_ring(queries, view, scale, mask, sinks)
-    batch, heads, rows, dim = queries.shape
+    batch, heads, rows, _ = queries.shape
     kv_heads = view.ring[0].shape[1]
     repeats = heads // kv_heads
-    # Query heads that share keys become rows of one product. float32 throughout: scores keep
-    # their precision, and the CPU has no fast half-precision kernel.
-    q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, repeats * rows, dim)
+    q = _folded(queries, scale, kv_heads)
 
+    # The softmax does not see what is taken off all keys alike.
+    shift = view.stores[0].shift
     parts = [
-        _plus(q @ view.ring[0].astype(mx.float32).swapaxes(-1, -2), shot.ring_bias(), repeats),
+        _products(q, view.ring[0], shift, shot.ring_bias(), repeats),
         _plus(view.stores[0].scores(q), shot.store_bias(), repeats),
     ]
+    if moved:
+        at_sinks = _folded(moved.queries(queries), scale, kv_heads)
+        at_sinks = at_sinks @ view.ring[0][:, :, : shot.sinks].astype(mx.float32).swapaxes(-1, -2)
+        if shift is not None:
+            at_sinks = at_sinks - q @ shift.swapaxes(-1, -2)
+        parts[0] = mx.concatenate([at_sinks, parts[0][..., shot.sinks :]], axis=-1)
     if view.chunk is not None:
-        keys = view.chunk[0].astype(mx.float32)
-        parts.append(_plus(q @ keys.swapaxes(-1, -2), shot.chunk_bias(), repeats))
+        parts.append(_products(q, view.chunk[0], shift, shot.chunk_bias(), repeats))
     widths = [part.shape[-1] for part in parts]
     if sinks is not None:
-        sinks = sinks.astype(mx.float32).reshape(1, kv_heads, repeats, 1)
-        sinks = mx.repeat(sinks, rows, axis=2)
-        parts.append(mx.broadcast_to(sinks, (batch, *sinks.shape[1:])))
+        sinks = _learned(sinks, q, repeats)
+        parts.append(sinks if shift is None else sinks - q @ shift.swapaxes(-1, -2))
     scores = mx.concatenate(parts, axis=-1)
     if isinstance(mask, mx.array):
         scores = _masked(scores, shot.reorder(mask), heads, kv_heads, sum(widths))
     weights = mx.softmax(scores, axis=-1)
 
     ring_end, store_end = widths[0], widths[0] + widths[1]
-    out = weights[..., :ring_end] @ view.ring[1].astype(mx.float32)
-    out = out + view.stores[1].weighted(weights[..., ring_end:store_end])
+    out = view.stores[1].weighted(weights[..., ring_end:store_end])
+    out = mx.addmm(out, weights[..., :ring_end], view.ring[1].astype(mx.float32))
     if view.chunk is not None:
         chunk_weights = weights[..., store_end : sum(widths)]
-        out = out + chunk_weights @ view.chunk[1].astype(mx.float32)
+        out = mx.addmm(out, chunk_weights, view.chunk[1].astype(mx.float32))
     return out.reshape(batch, heads, rows, -1).astype(queries.dtype)
 
 
@@ -174,17 +191,71 @@ def _attend_ring(queries, view, scale, mask, sinks) -> mx.array:
         keys, values = (x.astype(view.dtype) for x in view.ring)
         mask = shot.ring_bias()
         mask = None if mask is None else mask.astype(queries.dtype)
+    if view.moved:
+        moved_sinks = view.moved.sinks(keys[:, :, : shot.sinks])
+        keys = mx.concatenate([moved_sinks, keys[:, :, shot.sinks :]], axis=2)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks
     )
 
 
+def _attend_blocks(queries, view, scale, mask, sinks) -> mx.array:
+    """A call of many rows, bounded: unpacked keys, a block of rows at a time."""
+    shot, first = view.snapshot, view.snapshot.plan.sink
+    keys, values = (view.dense(which).astype(mx.float32) for which in (0, 1))
+    at_sinks = view.moved.queries(queries) if view.moved else queries
+    batch, heads, length, _ = queries.shape
+    kv_heads = keys.shape[1]
+    repeats = heads // kv_heads
+    outputs = []
+    for start in range(0, length, BLOCK):
+        rows = slice(start, min(start + BLOCK, length))
+        seen, bias = shot.block(rows.start, rows.stop)
+        k, v = (mx.concatenate([x[:, :, :first], x[:, :, seen]], axis=2) for x in (keys, values))
+        q = _folded(queries[:, :, rows], scale, kv_heads)
+        scores = _folded(at_sinks[:, :, rows], scale, kv_heads) @ k[:, :, :first].swapaxes(-1, -2)
+        scores = [scores, q @ k[:, :, first:].swapaxes(-1, -2)]
+        scores = _plus(mx.concatenate(scores, axis=-1), bias, repeats)
+        if isinstance(mask, mx.array):
+            part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            part = mx.concatenate([part[..., :first], part[..., seen]], axis=-1)
+            scores = _masked(scores, part, heads, kv_heads, k.shape[2])
+        if sinks is not None:
+            scores = mx.concatenate([scores, _learned(sinks, q, repeats)], axis=-1)
+        weights = mx.softmax(scores, axis=-1)[..., : k.shape[2]]
+        outputs.append((weights @ v).reshape(batch, heads, -1, v.shape[3]))
+    return mx.concatenate(outputs, axis=2).astype(queries.dtype)
+
+
+def _folded(queries: mx.array, scale: float, kv_heads: int) -> mx.array:
+    # Query heads that share keys become rows of one product. float32 throughout: scores keep
+    # their precision, and the CPU has no fast half-precision kernel.
+    batch, _, _, dim = queries.shape
+    return (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dim)
+
+
+def _learned(sinks: mx.array, q: mx.array, repeats: int) -> mx.array:
+    """Logits [H_q] as a column of scores for folded queries q: [B, H, rows, 1]."""
+    rows = q.shape[2] // repeats
+    sinks = mx.repeat(sinks.astype(mx.float32).reshape(q.shape[1], repeats), rows, axis=1)
+    return mx.broadcast_to(sinks[None, ..., None], (*q.shape[:3], 1))
+
+
+def _products(
+    q: mx.array, keys: mx.array, shift: mx.array | None, bias: mx.array | None, repeats: int
+) -> mx.array:
+    """q (keys - shift)ᵀ + bias, for keys [B, H, T, D] in full precision: [B, H, rows, T]."""
+    keys = keys.astype(mx.float32)
+    keys = (keys if shift is None else keys - shift).swapaxes(-1, -2)
+    return q @ keys if bias is None else mx.addmm(_by_row(bias, repeats), q, keys)
+
+
 def _plus(scores: mx.array, bias: mx.array | None, repeats: int) -> mx.array:
-    if bias is None:
-        return scores
-    if bias.shape[0] > 1:
-        bias = mx.tile(bias, (repeats, 1))
-    return scores + bias
+    return scores if bias is None else scores + _by_row(bias, repeats)
+
+
+def _by_row(bias: mx.array, repeats: int) -> mx.array:
+    return bias if bias.shape[0] == 1 else mx.tile(bias, (repeats, 1))
 
 
 def _masked(scores, mask, heads, kv_heads, width) -> mx.array:

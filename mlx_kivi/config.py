@@ -43,6 +43,8 @@ class KVCacheConfig:
         residual_length: Most recent tokens never quantised, at least.
         sink: First tokens, never quantised and never evicted.
         window: Most recent tokens kept beside the sinks; None keeps all.
+        reposition: Whether a sink's position is its index in the cache, as in the StreamingLLM
+            paper; if not, it stays where it was in the text. Needs a window (docs/positions.md).
         dtype: "float16", "bfloat16" or "float32" for what is not quantised; None: the model's.
         layers: Numbers of the caches to quantise (-1 is the last); None: all. The others are
             bounded alike and stay in full precision.
@@ -59,6 +61,7 @@ class KVCacheConfig:
     residual_length: int = 32
     sink: int = 4
     window: int | None = None
+    reposition: bool = False
     dtype: str | None = None
     layers: tuple[int, ...] | None = None
     protect_first: int = 0
@@ -75,6 +78,8 @@ class KVCacheConfig:
         _at_least("sink", self.sink, 0)
         if self.window is not None:
             _at_least("window", self.window, 1, " (or None to keep every token)")
+        if not isinstance(self.reposition, bool):
+            raise ValueError(f"reposition={self.reposition!r}: use True or False")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}, or None")
         _at_least("protect_first", self.protect_first, 0)
@@ -139,7 +144,7 @@ class KVCacheConfig:
             parts = [bits, f"group {self.group_size}", f"residual {self.residual_length}"]
         else:
             parts = [self.dtype or "full precision"]
-        parts.append(f"sinks {self.sink}")
+        parts.append(f"sinks {self.sink}" + (" re-positioned" if self.reposition else ""))
         parts.append("no window" if self.window is None else f"window {self.window}")
         return ", ".join(parts)
 
@@ -200,6 +205,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="Keep only the last M tokens beside the sinks. Default: keep all",
     )
+    flags.add_argument(
+        "--streaming-llm-reposition",
+        action="store_true",
+        help="Let sinks move along, next to the window, as in the StreamingLLM paper",
+    )
 
 
 def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheConfig | None:
@@ -218,6 +228,7 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
         "residual_length": args.kv_residual,
         "sink": args.streaming_llm_sink,
         "window": args.streaming_llm_window,
+        "reposition": args.streaming_llm_reposition or None,
     }
     given = {field: value for field, value in given.items() if value is not None}
     if not given and args.kv_quantize is None:
@@ -231,6 +242,8 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
     bounded = args.streaming_llm_window is not None or args.max_kv_size is not None
     if args.streaming_llm_sink is not None and not bounded:
         raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
+    if args.streaming_llm_reposition and not bounded:
+        raise ValueError("--streaming-llm-reposition needs --streaming-llm-window M")
     if group_size is not None:
         given["group_size"] = group_size
     try:
@@ -247,9 +260,12 @@ def with_max_kv_size(config: KVCacheConfig, max_kv_size: int | None) -> KVCacheC
     """``max_kv_size`` as mlx_lm means it: sinks and window together, 4 sinks by default.
 
     Raises:
-        ValueError: if the policy has a window already, or too little is left for one.
+        ValueError: if the policy has a window already, or too little is left for one; or if
+            neither gives the window that ``reposition`` needs.
     """
     if max_kv_size is None:
+        if config.reposition and config.window is None:
+            raise ValueError("reposition=True needs a window: add window=M")
         return config
     if config.window is not None:
         raise ValueError(f"max_kv_size={max_kv_size} and window={config.window}: use one of them")

@@ -6,9 +6,10 @@ from typing import Any
 
 from mlx_lm.models import cache as mlx_caches
 
-from . import hooks
+from . import hooks, positions, rope
 from .architectures import INDEXED, module_names, takes_packed
 from .config import KVCacheConfig, with_max_kv_size
+from .counted_keys import counting
 from .quantized_streaming_cache import QuantizedStreamingCache
 
 
@@ -35,7 +36,7 @@ def make_prompt_cache(
 
     Raises:
         ValueError: if both ``max_kv_size`` and the policy give a window, or a layer is named
-            that the model does not have.
+            that the model does not have, or the policy re-positions and the model can't.
     """
     # Packed caches need mlx_lm's attention to know them; `unpatch` undoes this too.
     hooks.attention.hold("make_prompt_cache")
@@ -49,7 +50,37 @@ def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> 
     config = with_max_kv_size(config, max_kv_size)
     packed = takes_packed(model)
     indexed = any(name in INDEXED for name in module_names(model))
-    return convert_all(own_caches(model), config, packed_attention=packed, indexed=indexed)
+    caches = convert_all(own_caches(model), config, packed_attention=packed, indexed=indexed)
+    caches = counting(model, caches)
+    _give_rotations(model, config, caches)
+    return positions.restarting(model, config, caches)
+
+
+def _give_rotations(model: Any, config: KVCacheConfig, caches: list[Any]) -> None:
+    """Tell our caches how the model's keys turn, to re-position and to re-base.
+
+    Raises:
+        ValueError: if the policy re-positions and the model does not allow it.
+    """
+    try:
+        rotations = rope.rotations(model, caches)
+        if config.reposition and not takes_packed(model):
+            raise ValueError("it computes on cached keys itself")
+    except ValueError as error:
+        if config.reposition:
+            name = (module_names(model) or [type(model).__module__])[-1]
+            raise ValueError(f"reposition=True can't serve {name}: {error}; leave it out") from None
+        return
+    leaves = [
+        (leaf, rotation)
+        for cache, rotation in zip(caches, rotations, strict=True)
+        for leaf in getattr(cache, "caches", [cache])
+    ]
+    ours = [pair for pair in leaves if isinstance(pair[0], QuantizedStreamingCache)]
+    others = [leaf for leaf, _ in leaves if not isinstance(leaf, QuantizedStreamingCache)]
+    limit = rope.rebase_at(model, [cache.plan for cache, _ in ours], others)
+    for cache, rotation in ours:
+        cache.rotation, cache.rebase_at = rotation, limit
 
 
 def convert_all(

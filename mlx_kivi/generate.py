@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from . import cli, hooks, loading, report
+from . import cli, hooks, loading, positions, report
 from .config import KVCacheConfig
 from .factory import build
 from .patch import patched
@@ -33,26 +33,36 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     """mlx_lm.generate's parser with the flags of the cache."""
     parser = _mlx_setup_arg_parser()
     cli.extend(parser, PROG)
+    loading.add_arguments(parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     with cli.one_line_errors(PROG):
-        args, config = cli.parse(setup_arg_parser, argv)
-        run(argv, args, config)
+        args = setup_arg_parser().parse_args(argv)
+        hints = loading.hinted_flags(args.model, args)
+        args, config = cli.parse(setup_arg_parser, [*hints, *argv])
+        run(argv, args, config, hints)
 
 
-def run(argv: list[str], args: argparse.Namespace, config: KVCacheConfig | None) -> None:
+def run(
+    argv: list[str],
+    args: argparse.Namespace,
+    config: KVCacheConfig | None,
+    hints: list[str],
+) -> None:
     """mlx_lm's main with our parts in place."""
     mlx_load, mlx_call = mlx_generate.load, mlx_generate.generate
     mlx_stream = mlx_generate.stream_generate
 
-    def load(path: str, *rest: Any, **kwargs: Any) -> Any:
-        return loading.load(mlx_load, path, *rest, **kwargs)
+    def load(path: str, **kwargs: Any) -> Any:
+        if "return_config" not in kwargs:  # as mlx_lm's main asks for a draft
+            return loading.load(mlx_load, path, flag="--draft-model", **kwargs)
+        return loading.load(mlx_load, path, args, **kwargs)
 
     def generate(model: Any, tokenizer: Any, prompt: Any, **kwargs: Any) -> Any:
-        return _generate(mlx_call, config, model, tokenizer, prompt, **kwargs)
+        return _generate(mlx_call, config, hints, model, tokenizer, prompt, **kwargs)
 
     replacements = {
         "setup_arg_parser": setup_arg_parser,
@@ -75,6 +85,7 @@ def run(argv: list[str], args: argparse.Namespace, config: KVCacheConfig | None)
 def _generate(
     mlx_call: Callable[..., Any],
     config: KVCacheConfig | None,
+    hints: list[str],
     model: Any,
     tokenizer: Any,
     prompt: Any,
@@ -85,21 +96,46 @@ def _generate(
     draft = kwargs.get("draft_model")
     caches = kwargs.get("prompt_cache")
     if caches is None and config is not None:
-        caches = build(model, config, kwargs.get("max_kv_size") if config.window is None else None)
-        if draft is not None:
-            caches = caches + build(draft, config)
+        size = kwargs.get("max_kv_size") if config.window is None else None
+        try:
+            caches = build(model, config, size)
+            if draft is not None:
+                caches = caches + build(draft, config)
+        except ValueError as error:
+            raise cli.CommandError(str(error), 2) from None
         kwargs["prompt_cache"] = caches
     told = verbose and caches is not None and any(_ours(caches))
     main_caches = None if caches is None else caches[: len(caches) - _draft_count(draft)]
     if told:
+        if hints:
+            print(f"Defaults from the model file: {' '.join(hints)}")
         print(report.describe(model, main_caches, len(prompt)))
+        if line := positions.describe(model, main_caches):
+            print(line)
     if verbose and draft is None and len(prompt) > 2 * kwargs.get("prefill_step_size", 2048):
         kwargs["prompt_progress_callback"] = _progress_bar(len(prompt))
-    with _interruptible():
+    end = _end_of_table(model, main_caches, draft, len(prompt))
+    cut = end is not None and not 0 <= kwargs["max_tokens"] <= end
+    if cut:
+        kwargs["max_tokens"] = end
+    with _interruptible(), positions.look_ahead() as ahead:
         text = mlx_call(model, tokenizer, prompt, **kwargs)
+    if cut and (ahead.used or draft is not None):
+        print(positions.ended(model), file=sys.stdout if verbose else sys.stderr)
     if told:
         print(report.summary(model, main_caches))
     return text
+
+
+def _end_of_table(model: Any, caches: list[Any] | None, draft: Any, prompt: int) -> int | None:
+    """Tokens that can be generated before a table of learned positions ends, None if none does."""
+    try:
+        end = positions.tokens_to_come(model, caches, prompt)
+    except positions.PositionTableFull as error:
+        raise cli.CommandError(str(error), 2) from None
+    if draft is None or end is None:
+        return end
+    return max(1, end - 1)  # what is drafted is checked at once, so each token needs its place
 
 
 def _ours(caches: list[Any]) -> Iterator[bool]:

@@ -117,7 +117,7 @@ class KeyStore(GroupStore):
 
     def __init__(self, bits: int | None, group_size: int) -> None:
         super().__init__(bits, group_size)
-        # Middle of each channel [B, H, D, 1], taken off float32 keys before packing: their
+        # Middle of each channel [B, H, 1, D], taken off float32 keys before packing: their
         # 16-bit zeros would be too coarse for a channel with a large bias.
         self.shift: mx.array | None = None
 
@@ -126,16 +126,17 @@ class KeyStore(GroupStore):
             if self.shift is None:
                 # Of the first group alone: it must not depend on how many came at once.
                 first = x[:, :, : self.group_size]
-                self.shift = (first.max(axis=2) / 2 + first.min(axis=2) / 2)[..., None]
-            x = x - self.shift.swapaxes(-1, -2)
+                high, low = first.max(axis=2, keepdims=True), first.min(axis=2, keepdims=True)
+                self.shift = high / 2 + low / 2
+            x = x - self.shift
         super().write(slot, x)
 
     def scores(self, queries: mx.array) -> mx.array:
-        """queries [B, H, rows, D] float32 against every slot: [B, H, rows, capacity · G]."""
+        """queries [B, H, rows, D] float32 times (keys - shift): [B, H, rows, capacity · G]."""
         if self.bits is None:
             return queries @ self.arrays[0].astype(mx.float32).swapaxes(-1, -2)
         words, scales, zeros = self.arrays
-        scores = mx.quantized_matmul(
+        return mx.quantized_matmul(
             queries,
             words,
             scales.astype(mx.float32),
@@ -144,7 +145,6 @@ class KeyStore(GroupStore):
             group_size=self.group_size,
             bits=self.bits,
         )
-        return scores if self.shift is None else scores + queries @ self.shift
 
     def live_arrays(self) -> list[mx.array]:
         return super().live_arrays() + ([] if self.shift is None else [self.shift])
@@ -166,10 +166,8 @@ class KeyStore(GroupStore):
     def _decode(self, parts: list[mx.array]) -> mx.array:
         if self.bits is None:
             return parts[0]
-        x = dequantize(*parts, bits=self.bits, group_size=self.group_size)
-        if self.shift is not None:
-            x = x + self.shift
-        return x.swapaxes(-1, -2).astype(self.dtype)
+        x = dequantize(*parts, bits=self.bits, group_size=self.group_size).swapaxes(-1, -2)
+        return (x if self.shift is None else x + self.shift).astype(self.dtype)
 
 
 class ValueStore(GroupStore):

@@ -106,6 +106,7 @@ def _attention_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
     from mlx_lm.models import base
     from mlx_lm.models import cache as caches
 
+    from . import positions
     from .quantized_streaming_cache import QuantizedStreamingCache
 
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
@@ -118,13 +119,26 @@ def _attention_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
 
         return dispatch_trim(cache, num_tokens)
 
+    def save_prompt_cache(file_name, cache, metadata):
+        from mlx_kivi.prompt_file import dispatch_save
+
+        return dispatch_save(file_name, cache, metadata)
+
+    def load_prompt_cache(file_name, return_metadata):
+        from mlx_kivi.prompt_file import dispatch_load
+
+        return dispatch_load(file_name, return_metadata)
+
     hooks = {
         "scaled_dot_product_attention": Hook(
             base.scaled_dot_product_attention, scaled_dot_product_attention
         ),
         "trim_prompt_cache": Hook(caches.trim_prompt_cache, trim_prompt_cache),
+        "save_prompt_cache": Hook(caches.save_prompt_cache, save_prompt_cache),
+        "load_prompt_cache": Hook(caches.load_prompt_cache, load_prompt_cache),
+        **positions.model_hooks(),
     }
-    # load_prompt_cache looks classes up by name in its module.
+    # CacheList looks its members' classes up by name in its module.
     return hooks, [(caches, "QuantizedStreamingCache", QuantizedStreamingCache)]
 
 

@@ -41,6 +41,17 @@ class Plan(NamedTuple):
             return 0
         return max(0, seen - self.sink - self.residual) // self.group
 
+    def room(self, groups: int) -> int:
+        """Slots of a store that holds ``groups`` groups: all of a window, else an eighth to spare.
+
+        The spare is a step of growth, 256 tokens at the most: copied seldom, and little of it
+        computed on for nothing.
+        """
+        if self.slots is not None:
+            return self.slots if groups else 0
+        step = max(1, min(groups // 8, 256 // self.group))
+        return -(-groups // step) * step
+
     def until_packing(self, seen: int) -> int | None:
         """Tokens that follow ``seen`` ones before another group is packed; None: it never is."""
         if self.residual is None:
@@ -143,6 +154,20 @@ class Snapshot(NamedTuple):
         """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
         return _bias(np.arange, (self.placed, self.placed + self.chunk), *self._rows())
 
+    def block(self, start: int, stop: int) -> tuple[slice, mx.array | None]:
+        """What rows ``start`` … ``stop - 1`` see beside the sinks, where sinks come first.
+
+        Returns:
+            The columns of dense arrays, and an additive mask [rows, sinks and columns].
+        """
+        plan, first = self.plan, self.first_query + start
+        low = max(self.low, plan.first_visible(first))
+        end = max(self.first_query + stop, low)
+        begin = plan.sink + low - self.low
+        # Relative to the first row: the same for most blocks, so made once.
+        sizes = (plan.sink, min(first, plan.sink), first - low, end - low, plan.window)
+        return slice(begin, begin + end - low), _block_bias(stop - start, *sizes)
+
     def reorder(self, mask: mx.array) -> mx.array:
         """Columns of a mask [..., length] over dense arrays, as ring, store and chunk lie."""
         plan = self.plan
@@ -162,13 +187,12 @@ class Snapshot(NamedTuple):
 
 def _ring_positions(sink: int, ring: int, placed: int, packed: int) -> np.ndarray:
     """Position in each slot of the ring, -1 where none is or where it is packed already."""
+    positions = np.full(sink + ring, -1)
+    positions[: min(sink, placed)] = np.arange(min(sink, placed))
     stream = max(0, placed - sink)
-    slots = np.arange(ring)
-    j = slots + (stream - 1 - slots) // ring * ring
-    sinks = np.arange(sink)
-    return np.concatenate(
-        [np.where(sinks < placed, sinks, -1), np.where((j >= packed) & (j >= 0), j + sink, -1)]
-    )
+    for j, slot, count in spans(max(packed, stream - ring), stream, ring):
+        positions[sink + slot : sink + slot + count] = np.arange(sink + j, sink + j + count)
+    return positions
 
 
 def _store_positions(sink: int, group: int, capacity: int, groups: int) -> np.ndarray:
@@ -190,6 +214,22 @@ def _bias(
     shown = (positions >= 0) & (positions <= rows)
     if window is not None:
         shown &= (positions > rows - window) | (positions < sink)
+    return _additive(shown)
+
+
+@lru_cache(maxsize=4)
+def _block_bias(
+    rows: int, sink: int, seen: int, lead: int, width: int, window: int
+) -> mx.array | None:
+    """Mask of ``sink`` sinks, ``seen`` of them before the first row, then of ``width`` tokens of
+    the stream, ``lead`` of them before it."""
+    row = np.arange(rows)[:, None]
+    sinks = np.arange(sink) - seen <= row
+    stream = np.arange(width) - lead
+    return _additive(np.hstack([sinks, (stream <= row) & (stream > row - window)]))
+
+
+def _additive(shown: np.ndarray) -> mx.array | None:
     if shown.all():
         return None
     return mx.array(np.where(shown, np.float32(0), np.float32(-np.inf)))

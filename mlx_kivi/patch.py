@@ -44,19 +44,19 @@ def patch(config: KVCacheConfig | None = None, **fields: Any) -> None:
     Raises:
         ValueError: for a bad field.
         TypeError: for an unknown one, or both a config and fields.
+        RuntimeError: if this mlx_lm is not one that is supported; nothing is changed then.
     """
     global _patched_config
-    _patched_config = _as_config(config, fields)
-    hooks.attention.hold("patch")
-    _factory.hold("patch")
+    chosen = _as_config(config, fields)
+    _hold("patch")
+    _patched_config = chosen
 
 
 def unpatch() -> None:
     """Undo `patch` and what `make_prompt_cache` needed; a `patched` block stays until its end."""
     global _patched_config
     _patched_config = None
-    _factory.release("patch")
-    hooks.attention.release("patch")
+    _release("patch")
     hooks.attention.release("make_prompt_cache")
 
 
@@ -65,15 +65,27 @@ def patched(config: KVCacheConfig | None = None, **fields: Any) -> Iterator[KVCa
     """`patch` for a ``with`` block, in this thread only: other threads keep their policy."""
     chosen = _as_config(config, fields)
     holder = object()
+    _hold(holder)
     token = _local_config.set(chosen)
-    hooks.attention.hold(holder)
-    _factory.hold(holder)
     try:
         yield chosen
     finally:
-        _factory.release(holder)
-        hooks.attention.release(holder)
         _local_config.reset(token)
+        _release(holder)
+
+
+def _hold(holder: Any) -> None:
+    hooks.attention.hold(holder)
+    try:
+        _factory.hold(holder)
+    except RuntimeError:
+        hooks.attention.release(holder)
+        raise
+
+
+def _release(holder: Any) -> None:
+    _factory.release(holder)
+    hooks.attention.release(holder)
 
 
 def _as_config(config: KVCacheConfig | None, fields: dict[str, Any]) -> KVCacheConfig:

@@ -10,16 +10,18 @@ precision (KIVI, arXiv:2402.02750, section 3.3) and what it evicts is still ther
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from . import hooks
+from . import batching, hooks
 from .attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
 from .config import TRIM_MARGIN, KVCacheConfig
 from .group_store import KeyStore, ValueStore
 from .layout import Plan, Snapshot, plan_for, spans
+from .rope import Moved, Rotation, rebase, rebased_by
 from .state import Header, dtype_name, live_arrays, read_header, read_ring, read_stores
 
 Pair = tuple[mx.array, mx.array]
@@ -29,7 +31,8 @@ class QuantizedStreamingCache:
     """A drop-in for `mlx_lm.models.cache.KVCache`, packed and bounded as a policy says.
 
     What a query at position p sees is the sinks and the positions in (p - window, p], however
-    the tokens were split into calls. ``offset`` is the absolute count of tokens seen.
+    the tokens were split into calls. ``offset`` is the position of the next token, ``seen`` the
+    count of tokens: the same until the cache re-bases (see `rope`).
 
     Args:
         config: The policy. Default: int8, no window.
@@ -45,7 +48,13 @@ class QuantizedStreamingCache:
     ) -> None:
         self.config = config if config is not None else KVCacheConfig.from_name("int8")
         self.packed_attention = packed_attention
-        self.offset = 0
+        # How the model's keys turn, and the position at which to re-base; the factory knows.
+        self.rotation: Rotation | None = None
+        self.rebase_at: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every token, as if newly made."""
         self._reset()
 
     def _reset(self) -> None:
@@ -57,6 +66,9 @@ class QuantizedStreamingCache:
         self._queries = 1  # rows of the last call, but for
         self._cut = 0  # rows before them that see one packed group less
         self._groups = 0
+        self._count = 0  # tokens
+        self._rebased = 0  # positions that are not counted any more
+        self._to_turn = 0  # those of them by which the stored keys are still ahead
         # What trim may go back to: the oldest stream token in the ring, the oldest group stored.
         self._ring_low = 0
         self._store_low = 0
@@ -70,7 +82,8 @@ class QuantizedStreamingCache:
             Keys and values in order of position, as arrays or as `CacheHandle`.
 
         Raises:
-            ValueError: if batch, heads or head sizes differ from what is stored.
+            ValueError: if batch, heads or head sizes differ from what is stored, or if the policy
+                re-positions and the model's RoPE or mlx_lm's hooked attention is missing.
         """
         self._check(keys, values)
         cut = self._cut_for(keys.shape[2])
@@ -79,6 +92,12 @@ class QuantizedStreamingCache:
             keys, values = keys[:, :, cut:], values[:, :, cut:]
         self._append(keys, values)
         self._cut = cut
+        if self.rebase_at is not None:
+            # The next call counts from less; stored keys are turned when it comes, since some
+            # models read this call's keys again.
+            by = rebased_by(self.offset, self.rebase_at)
+            self._rebased += by
+            self._to_turn += by
         return self.keys_and_values()
 
     def _cut_for(self, length: int) -> int:
@@ -87,7 +106,7 @@ class QuantizedStreamingCache:
         Short calls are steps of decoding: a draft that is checked at once has to see, token by
         token, what single steps would see.
         """
-        due = self.plan.until_packing(self.offset)
+        due = self.plan.until_packing(self._count)
         if due is None or not due < length <= TRIM_MARGIN:
             return 0
         return due if self.packed_attention and hooks.attention_hooked() else 0
@@ -100,10 +119,10 @@ class QuantizedStreamingCache:
         self._queries = length
         stored = tuple(x.astype(r.dtype) for x, r in zip((keys, values), self._ring, strict=True))
         if self.plan.ring is None:
-            self._grow(self.offset + length)
-            self._write_ring(self.offset, stored)
+            self._grow(self._count + length)
+            self._write_ring(self._count, stored)
         elif length == 1:
-            position = self.offset
+            position = self._count
             if position >= self.plan.sink:
                 stream = position - self.plan.sink
                 self._ring_low = max(self._ring_low, stream + 1 - self.plan.ring)
@@ -111,7 +130,7 @@ class QuantizedStreamingCache:
             self._write_ring(position, stored)
         else:
             self._chunk = stored
-        self.offset += length
+        self._count += length
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last `update_and_fetch` returned, again.
@@ -124,12 +143,8 @@ class QuantizedStreamingCache:
         *earlier, view = self._views()
         shot = view.snapshot
         hidden = shot.groups > 0 or (shot.chunk == 0 and not shot.linear)
-        if earlier or (
-            hidden
-            and shot.queries <= MAX_PACKED_QUERIES
-            and self.packed_attention
-            and hooks.attention_hooked()
-        ):
+        apart = view.moved or (hidden and shot.queries <= MAX_PACKED_QUERIES)
+        if earlier or (apart and self.packed_attention and hooks.attention_hooked()):
             return CacheHandle((*earlier, view), 0), CacheHandle((*earlier, view), 1)
         return view.dense(0), view.dense(1)
 
@@ -146,20 +161,24 @@ class QuantizedStreamingCache:
         Returns:
             None, "causal", or a boolean array [N, length].
         """
-        first = self.offset
+        first = self._count
         shot = self._snapshot(placed=first, chunk=N, queries=N)
         window = self.plan.window
         cut = window is not None and shot.first_query + N - self.plan.sink > window
-        narrowed = window_size is not None and shot.length > window_size
+        # The oldest position shown; that there are sinks does not widen the model's window.
+        oldest = 0 if self.plan.sink else shot.low
+        narrowed = window_size is not None and oldest + window_size < first + N
         if N == 1 and not narrowed:
             return None
         if not (cut or narrowed or return_array):
             return "causal"
-        k = mx.array(shot.ordered_positions().astype(np.int32))[None]
-        q = mx.arange(first, first + N)[:, None]
+        positions = shot.ordered_positions()
+        # Counted from the first query: a stream may be longer than int32 counts.
+        k = mx.array(np.maximum(positions - first, -(2**30)).astype(np.int32))[None]
+        q = mx.arange(N)[:, None]
         mask = k <= q
         if cut:
-            mask = mask & ((k > q - window) | (k < self.plan.sink))
+            mask = mask & ((k > q - window) | mx.array(positions < self.plan.sink))
         if narrowed:
             mask = mask & (k > q - window_size)
         return mask
@@ -169,8 +188,18 @@ class QuantizedStreamingCache:
     def size(self) -> int:
         """Tokens that the next query can attend to: sinks and window at the most."""
         if self.plan.window is None:
-            return self.offset
-        return min(self.offset, self.plan.sink + self.plan.window)
+            return self._count
+        return min(self._count, self.plan.sink + self.plan.window)
+
+    @property
+    def offset(self) -> int:
+        """The position of the next token, for RoPE."""
+        return self._count - self._rebased
+
+    @property
+    def seen(self) -> int:
+        """Tokens ever seen: ``offset``, unless the positions have been counted anew."""
+        return self._count
 
     def empty(self) -> bool:
         return self._ring is None
@@ -184,7 +213,7 @@ class QuantizedStreamingCache:
     @property
     def packed_tokens(self) -> int:
         """Tokens held in packed groups now."""
-        return max(0, self.plan.groups(self.offset) - self._store_low) * self.plan.group
+        return max(0, self.plan.groups(self._count) - self._store_low) * self.plan.group
 
     def __bool__(self) -> bool:
         return True
@@ -193,14 +222,14 @@ class QuantizedStreamingCache:
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be trimmed: false once some have been evicted."""
-        return not self.plan.evicted(self.offset)
+        return not self.plan.evicted(self._count)
 
     def can_trim(self, n: int) -> bool:
         """Whether `trim` can take back n tokens: after eviction, the last 32 at least."""
-        target = self.offset - n
+        target = self._count - n
         if n < 0 or target < 0:
             return False
-        placed = self.offset - self._chunk_length()
+        placed = self._count - self._chunk_length()
         if target >= placed:
             return True
         stream = max(0, target - self.plan.sink)
@@ -219,11 +248,11 @@ class QuantizedStreamingCache:
         Returns:
             The number of tokens forgotten: min(n, offset), or 0 if they can't be.
         """
-        n = min(n, self.offset)
+        n = min(n, self._count)
         if n <= 0 or not self.can_trim(n):
             return 0
-        target = self.offset - n
-        placed = self.offset - self._chunk_length()
+        target = self._count - n
+        placed = self._count - self._chunk_length()
         if target > placed:
             k, v = self._chunk
             self._chunk = (k[:, :, : target - placed], v[:, :, : target - placed])
@@ -231,7 +260,7 @@ class QuantizedStreamingCache:
             self._chunk = None
             if target < placed and self.plan.ring is not None:
                 self._reopen(target)
-        self.offset = target
+        self._count = target
         self._queries, self._cut = 1, 0
         # What trim went back beyond is in no slot any more.
         self._ring_low = min(self._ring_low, max(0, target - self.plan.sink))
@@ -273,10 +302,18 @@ class QuantizedStreamingCache:
         self._cut = 0
         dtype = None if self._dtype is None else dtype_name(self._dtype)
         header = Header(
-            self.config, self.packed_attention, self.offset, self._ring_low, self._store_low, dtype
+            self.config,
+            self.packed_attention,
+            self._count,
+            self._ring_low,
+            self._store_low,
+            dtype,
+            self._rebased,
+            self.rebase_at,
+            self.rotation,
         )
         arrays = []
-        if self.offset:
+        if self._count:
             arrays = [a[:, :, : header.ring_slots] for a in self._ring]
         if header.store_slots:
             for store, like in zip(self._stores, self._ring, strict=True):
@@ -287,19 +324,19 @@ class QuantizedStreamingCache:
     def state(self, state: list[mx.array]) -> None:
         """Raises ValueError, one line, for a state that no cache can have."""
         header = read_header(state)
-        self.config = header.config
-        self.packed_attention = header.packed_attention
-        self._reset()
-        self.offset = header.offset
-        self._groups = self.plan.groups(header.offset)
-        self._ring_low = header.ring_low
-        self._store_low = header.store_low
-        if not header.offset:
-            return
-        self._dtype = getattr(mx, header.dtype)
-        self._ring = read_ring(header, state[1:3])
-        self._stores = self._new_stores(self._ring[1])
-        read_stores(header, self._stores, self._ring, state[3:], self.step)
+        new = type(self)(header.config, packed_attention=header.packed_attention)
+        new.rotation, new.rebase_at = header.rotation, header.rebase_at
+        new._count = header.offset
+        new._rebased = header.rebased
+        new._groups = new.plan.groups(header.offset)
+        new._ring_low = header.ring_low
+        new._store_low = header.store_low
+        if header.offset:
+            new._dtype = getattr(mx, header.dtype)
+            new._ring = read_ring(header, state[1:3])
+            new._stores = new._new_stores(new._ring[1])
+            read_stores(header, new._stores, new._ring, state[3:])
+        self.__dict__ = new.__dict__  # all or nothing
 
     @property
     def meta_state(self) -> str:
@@ -315,6 +352,32 @@ class QuantizedStreamingCache:
         cache = cls.__new__(cls)
         cache.state = state
         return cache
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedStreamingCache:
+        """An independent cache; arrays are shared until one of the two is written to."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        if self._ring is not None:
+            twin._ring = [a[...] for a in self._ring]
+            twin._stores = tuple(s.snapshot() for s in self._stores)
+        return twin
+
+    # mlx_lm asks whether a cache has these. The property is there in full precision alone.
+
+    @property
+    def merge(self) -> Callable[[list[Any]], Any]:
+        """``merge(caches)``: a batch cache of mlx_lm's own (see `batching`)."""
+        return self._in_full_precision(batching.merge)
+
+    @property
+    def to_quantized(self) -> Callable[..., Any]:
+        """``to_quantized(group_size, bits)``: mlx_lm's quantised cache, for its ``kv_bits``."""
+        return self._in_full_precision(lambda **k: batching.counterpart(self).to_quantized(**k))
+
+    def _in_full_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        if not batching.has_counterpart(self.config):
+            raise AttributeError("mlx_lm has no counterpart of this cache")
+        return method
 
     # Models tie the order of evaluation to a cache's buffers (`mx.depends`), by assignment.
 
@@ -357,18 +420,34 @@ class QuantizedStreamingCache:
     def _views(self) -> list[CacheView]:
         """What the queries of the last call see: one view, or two if a group was packed midway."""
         chunk = self._chunk_length()
-        shot = self._snapshot(self.offset - chunk, chunk, self._queries)
+        shot = self._snapshot(self._count - chunk, chunk, self._queries)
         ring = tuple(a[...] for a in self._ring) if shot.placed else None
         stores = tuple(s.snapshot() for s in self._stores) if shot.groups else None
-        view = CacheView(shot, ring, stores, self._chunk, self._dtype)
+        view = CacheView(shot, ring, stores, self._chunk, self._dtype, self._moved(shot))
         if not self._cut:
             return [view]
         # The margin that trim needs in ring and stores serves these queries too.
-        seen = self.offset - self._queries
+        seen = self._count - self._queries
         first = shot._replace(placed=seen, groups=shot.groups - 1, chunk=0, queries=self._cut)
-        return [CacheView(first, ring, stores, None, self._dtype), view]
+        return [CacheView(first, ring, stores, None, self._dtype, self._moved(first)), view]
+
+    def _moved(self, shot: Snapshot) -> Moved | None:
+        """Which queries are further from the sinks than the cache is long, and by how much."""
+        if not self.config.reposition or not self.rotation.dims or not self.plan.sink:
+            return None
+        last = self.plan.sink + self.plan.window - 1  # the newest index in the cache
+        row = max(0, last + 1 - shot.first_query)
+        if row >= shot.queries:
+            return None
+        before = self._rebased - self._to_turn
+        return Moved(self.rotation, row, shot.first_query + row - before - last)
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
+        if self.config.reposition:
+            if self.rotation is None or self.plan.window is None or not self.packed_attention:
+                raise ValueError("reposition=True: let make_prompt_cache make the model's caches")
+            if not hooks.attention_hooked():
+                raise ValueError("reposition=True needs mlx_lm patched: use mlx_kivi.patch()")
         if self._ring is None:
             return
         for name, new, old in zip(("keys", "values"), (keys, values), self._ring, strict=True):
@@ -421,14 +500,19 @@ class QuantizedStreamingCache:
             self._ring[which][:, :, sink + slot : sink + slot + count] = part
 
     def _settle(self) -> None:
-        """Pack the groups that are due and move a chunk into the ring."""
-        groups = self.plan.groups(self.offset)
+        """Pack the groups that are due, move a chunk into the ring, and turn keys to re-base."""
+        groups = self.plan.groups(self._count)
         if groups > self._groups:
             self._pack(groups)
-        if self._chunk is None or self.plan.ring is None:
-            return
-        end = self.offset - self.plan.sink
-        placed = self.offset - self._chunk_length()
+        if self._chunk is not None and self.plan.ring is not None:
+            self._place_chunk()
+        if self._to_turn:
+            rebase(self.rotation, self._to_turn, self.plan.sink, self._ring[0], self._stores[0])
+            self._to_turn = 0
+
+    def _place_chunk(self) -> None:
+        end = self._count - self.plan.sink
+        placed = self._count - self._chunk_length()
         for which, x in enumerate(self._chunk):
             sinks = min(max(0, self.plan.sink - placed), x.shape[2])
             if sinks:
@@ -443,13 +527,10 @@ class QuantizedStreamingCache:
         """Pack stream tokens until ``groups`` groups are in the stores."""
         size = self.plan.group
         first = self._groups
+        capacity = max(self._stores[0].capacity, self.plan.room(groups))
         if self.plan.slots is not None:
-            first = max(first, groups - self.plan.slots)
-            capacity = self.plan.slots
-        else:
-            tokens = -(-groups * size // self.step) * self.step
-            capacity = max(self._stores[0].capacity, tokens // size)
-        placed = max(0, self.offset - self._chunk_length() - self.plan.sink)
+            first = max(first, groups - capacity)
+        placed = max(0, self._count - self._chunk_length() - self.plan.sink)
         for which, store in enumerate(self._stores):
             store.reserve(capacity, self._ring[which])
             parts = []
@@ -458,7 +539,7 @@ class QuantizedStreamingCache:
                 parts.append(self._ring[which][:, :, slot : slot + count])
             if groups * size > placed:
                 # The chunk begins at ``placed``, or before it while it holds sinks.
-                skip = self._chunk_length() - (self.offset - self.plan.sink - placed)
+                skip = self._chunk_length() - (self._count - self.plan.sink - placed)
                 begin = skip + max(first * size, placed) - placed
                 parts.append(self._chunk[which][:, :, begin : skip + groups * size - placed])
             x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from .config import value_group
 from .factory import own_caches
 from .group_store import scale_dtype
-from .layout import Plan
 from .quantized_streaming_cache import QuantizedStreamingCache
 
 LONG = 32_768  # tokens at which costs are compared
+_FED = 256  # tokens after which, and after twice as many, an unknown cache is measured
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Part:
     """One cache of a model, members of a `CacheList` counted singly.
 
     cache: ours, or the one left alone; own: what the model made, after one token; heads: None
-    where the cache holds no keys and values.
+    where the cache holds no keys and values; growth: bytes a token and before the first, of a
+    class of the model's own.
     """
 
     cache: Any
     own: Any
     heads: Heads | None
+    growth: tuple[float, int] | None = None
 
     @property
     def ours(self) -> bool:
@@ -49,6 +52,8 @@ class Part:
 
     def full_bytes(self, tokens: int) -> int:
         """Bytes of the model's own cache after ``tokens`` tokens: it grows by 256."""
+        if self.growth:
+            return round(self.growth[0] * tokens) + self.growth[1]
         if self.heads is None:
             return _own_bytes(self.own)
         grown = -(-tokens // 256) * 256
@@ -69,20 +74,12 @@ def stored_bytes(cache: QuantizedStreamingCache, heads: Heads, tokens: int) -> i
     step = cache.step
     slots = -(-tokens // step) * step if plan.ring is None else plan.sink + plan.ring
     total = heads.count * (heads.key_dim + heads.value_dim) * full.size * slots
-    groups = _room(plan, tokens, step)
+    groups = plan.room(plan.groups(tokens))
     if groups:
         total += heads.count * groups * _group_bytes(cache, heads, full)
         if config.k_bits and full == mx.float32:
             total += heads.count * heads.key_dim * full.size
     return total
-
-
-def _room(plan: Plan, tokens: int, step: int) -> int:
-    """Groups that the stores have room for."""
-    groups = plan.groups(tokens)
-    if groups and plan.slots is not None:
-        return plan.slots
-    return -(-groups * plan.group // step) * step // plan.group
 
 
 def _group_bytes(cache: QuantizedStreamingCache, heads: Heads, full: mx.Dtype) -> int:
@@ -102,15 +99,30 @@ def _group_bytes(cache: QuantizedStreamingCache, heads: Heads, full: mx.Dtype) -
 
 def parts(model: Any, caches: list[Any]) -> list[Part]:
     """The caches of a model with their shapes, from a forward pass built and never computed."""
-    own = own_caches(model)
-    try:
-        model(mx.zeros((1, 1), mx.int32), cache=own)
-    except Exception:  # a model that needs more than tokens: shapes stay unknown
-        own = own_caches(model)
+    own = _fed(model, 1)
     flat: list[Part] = []
     for cache, mine in zip(caches, own, strict=True):
         flat += _parts(cache, mine)
+    if all(p.heads or isinstance(p.own, ArraysCache) for p in flat):
+        return flat
+    early, late = (
+        [p.own for cache in _fed(model, n) for p in _parts(cache, cache)] for n in (_FED, 2 * _FED)
+    )
+    for i, part in enumerate(flat):
+        if part.heads is None and not isinstance(part.own, ArraysCache):
+            first, second = _own_bytes(early[i]), _own_bytes(late[i])
+            flat[i] = replace(part, growth=((second - first) / _FED, 2 * first - second))
     return flat
+
+
+def _fed(model: Any, tokens: int) -> list[Any]:
+    """The model's own caches after ``tokens`` tokens."""
+    own = own_caches(model)
+    try:
+        model(mx.zeros((1, tokens), mx.int32), cache=own)
+    except Exception:  # a model that needs more than tokens: shapes stay unknown
+        return own_caches(model)
+    return own
 
 
 def _parts(cache: Any, own: Any) -> list[Part]:
@@ -212,7 +224,7 @@ def summary(model: Any, caches: list[Any]) -> str:
     """After a generation: tokens seen and stored, bytes, and what full precision would take."""
     flat = parts(model, caches)
     ours = [p.cache for p in flat if p.ours]
-    seen = max((c.offset for c in ours), default=0)
+    seen = max((c.seen for c in ours), default=0)
     stored = max((c.size() for c in ours), default=0)
     tokens = f"{seen:,} tokens seen" + (f", {stored:,} stored" if stored != seen else "")
     now = sum(c.nbytes for c in ours) + sum(p.bytes(seen) for p in flat if not p.ours)

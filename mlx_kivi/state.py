@@ -17,6 +17,7 @@ import numpy as np
 from .config import DTYPES, KVCacheConfig
 from .group_store import GroupStore, KeyStore
 from .layout import Plan, plan_for
+from .rope import REBASE_BY, Rotation
 
 _MAX_HEADER = 65_536  # bytes
 _MAX_LENGTH = 2**31  # of an axis, in mlx
@@ -27,7 +28,8 @@ class Header:
     """What is not in the arrays: the settings, and which tokens the arrays hold.
 
     offset: tokens seen; ring_low: oldest stream token in the ring; store_low: oldest group in the
-    stores; dtype: the model's, None before the first token.
+    stores; dtype: the model's, None before the first token; rebased: positions not counted any
+    more; rebase_at and rotation: as the cache's.
     """
 
     config: KVCacheConfig
@@ -36,6 +38,9 @@ class Header:
     ring_low: int
     store_low: int
     dtype: str | None
+    rebased: int = 0
+    rebase_at: int | None = None
+    rotation: Rotation | None = None
 
     def encode(self) -> mx.array:
         text = json.dumps(asdict(self)).encode()
@@ -70,7 +75,10 @@ def read_header(state: Sequence[Any]) -> Header:
         raise ValueError("the state has no header")
     try:
         fields = json.loads(bytes(np.array(state[0])))
-        header = Header(**{**fields, "config": KVCacheConfig(**fields["config"])})
+        rotation = fields.get("rotation")
+        rotation = None if rotation is None else Rotation(**rotation)
+        config = KVCacheConfig(**fields["config"])
+        header = Header(**{**fields, "config": config, "rotation": rotation})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"the header is broken ({error})") from None
     _check_header(header)
@@ -79,10 +87,15 @@ def read_header(state: Sequence[Any]) -> Header:
 
 def _check_header(header: Header) -> None:
     plan = header.plan
-    for name in ("offset", "ring_low", "store_low"):
+    for name in ("offset", "ring_low", "store_low", "rebased"):
         value = getattr(header, name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_LENGTH:
             raise ValueError(f"{name} is {value!r}")
+    limit = header.rebase_at
+    if limit is not None and (type(limit) is not int or limit < REBASE_BY or not header.rotation):
+        raise ValueError(f"rebase_at is {limit!r}")
+    if header.rebased > (header.offset if limit else 0):
+        raise ValueError(f"rebased is {header.rebased} after {header.offset} tokens")
     if not isinstance(header.packed_attention, bool):
         raise ValueError(f"packed_attention is {header.packed_attention!r}")
     if header.dtype not in DTYPES and (header.offset or header.dtype is not None):
@@ -122,6 +135,8 @@ def read_ring(header: Header, arrays: Sequence[mx.array]) -> list[mx.array]:
             raise ValueError(f"recent {name} are {x.shape} of {dtype_name(x.dtype)}")
     if keys.shape[0] != values.shape[0] or keys.shape[3] == 0:
         raise ValueError(f"recent keys are {keys.shape}, values {values.shape}")
+    if header.rotation and header.rotation.dims > keys.shape[3]:
+        raise ValueError(f"recent keys are {keys.shape}, {header.rotation.dims} channels turn")
     plan = header.plan
     total = header.ring_slots if plan.ring is None else plan.sink + plan.ring
     return [_padded(x, total) for x in (keys, values)]
@@ -132,22 +147,19 @@ def read_stores(
     stores: Sequence[GroupStore],
     ring: Sequence[mx.array],
     arrays: Sequence[mx.array],
-    step: int,
 ) -> None:
     """Fill empty stores with all of ``arrays``, as many slots as the cache had.
 
     Args:
         stores: For keys and for values, with bits and group size set.
         ring: Keys and values [B, H, ·, D] that fix heads, head sizes and type.
-        step: Tokens by which a store without bound grows.
 
     Raises:
         ValueError: if one array is missing, too many, or of another shape or type.
     """
     plan, slots, rest = header.plan, header.store_slots, list(arrays)
     if slots:
-        tokens = -(-slots * plan.group // step) * step
-        capacity = tokens // plan.group if plan.slots is None else plan.slots
+        capacity = plan.room(slots)
         for store, like in zip(stores, ring, strict=True):
             want = _shapes(store, slots, like)
             got = [(a.shape, a.dtype) for a in rest[: len(want)]]
@@ -174,7 +186,7 @@ def _shapes(store: GroupStore, slots: int, like: mx.array) -> list[tuple[tuple, 
     twin.reserve(slots, like)
     shapes = [(a.shape, a.dtype) for a in twin.live_arrays()]
     if isinstance(store, KeyStore) and store.bits and like.dtype == mx.float32:
-        shapes.append(((*like.shape[:2], like.shape[3], 1), mx.float32))
+        shapes.append(((*like.shape[:2], 1, like.shape[3]), mx.float32))
     return shapes
 
 

@@ -17,12 +17,13 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..positions import PositionTableFull
 from . import model as _module
 from .config import ModelArgs
 from .container import TinyGPTError
 from .format import TinyGPTFile, is_tinygpt, write
 from .lora import read_lora
-from .model import Model, PositionTableFull, file_tensors
+from .model import Model, file_tensors
 from .tokenizer import ByteDetokenizer, byte_tokenizer, load_tokenizer
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "byte_tokenizer",
     "is_tinygpt",
     "load",
+    "merge_lora",
     "mlx_config",
     "save",
 ]
@@ -65,17 +67,28 @@ def load(
     """
     file = TinyGPTFile(path)
     tokenizer = load_tokenizer(file.args, file.path, tokenizer_dir)
-    deltas = read_lora(lora, file.args, lora_weight) if lora is not None else {}
-    weights = {}
-    for name, array in file.weights():
-        weights[name] = mx.array(array).astype(mx.float32)
-        if name in deltas:
-            weights[name] += mx.array(deltas[name])
+    weights = {name: mx.array(array).astype(mx.float32) for name, array in file.weights()}
     loaded = Model(file.args)
     loaded.load_weights(list(loaded.sanitize(weights).items()))
+    if lora is not None:
+        merge_lora(loaded, lora, lora_weight)
     loaded.eval()
     mx.eval(loaded.parameters())
     return loaded, tokenizer, mlx_config(file)
+
+
+def merge_lora(model: Model, path: str | os.PathLike[str], weight: float = 1.0) -> None:
+    """Add a .lora file's product, times ``weight``, to a model's weights.
+
+    Raises:
+        TinyGPTError: the file is not sound, or not made for this model; a quantised model.
+    """
+    weights = file_tensors(model.args, dict(tree_flatten(model.parameters())))
+    if any(name.endswith(".scales") for name in weights):
+        raise TinyGPTError(path, "model", "expected unquantised weights to merge into")
+    for name, delta in read_lora(path, model.args, weight).items():
+        weights[name] = weights[name] + mx.array(delta).astype(weights[name].dtype)
+    model.load_weights(list(model.sanitize(weights).items()))
 
 
 def save(path: str | os.PathLike[str], model: Model, *, dtype: str = "fp32", step: int = 0) -> None:

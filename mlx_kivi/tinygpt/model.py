@@ -17,21 +17,12 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchMLP
 
+from .. import positions
 from .config import ModelArgs, tensors
 
-__all__ = ["Model", "ModelArgs", "PositionTableFull", "file_tensors"]
+__all__ = ["Model", "ModelArgs", "file_tensors"]
 
 KeysValues = tuple[Any, Any]  # as a cache's update_and_fetch returns them
-
-
-class PositionTableFull(ValueError):
-    """The model has learned no position as late as the one asked for."""
-
-    def __init__(self, position: int, ctx: int):
-        super().__init__(
-            f"position {position} is beyond the model's learned position table (ctx = {ctx}, "
-            f"positions 0 to {ctx - 1}): shorten the prompt or generate fewer tokens"
-        )
 
 
 def _split_heads(x: mx.array, heads: int) -> mx.array:
@@ -218,8 +209,17 @@ class Model(nn.Module):
         """Logits [B, T, V] for token ids [B, T], or for token embeddings [B, T, C].
 
         Raises:
-            PositionTableFull: a position of ctx or more.
+            positions.PositionTableFull: a position of ctx or more, unless the caches can restart.
         """
+        if input_embeddings is None:
+            return positions.forward(self, self._forward, inputs, cache)
+        first = cache[0] if cache is not None else None
+        spare = positions.check(self, input_embeddings.shape[:2], first)
+        return self._forward(inputs, cache, input_embeddings) if spare is None else spare
+
+    def _forward(
+        self, inputs: mx.array, cache: list[Any] | None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
         x = self.token_embedding(inputs) if input_embeddings is None else input_embeddings
         if "embed_norm" in self:
             x = self.embed_norm(x)
@@ -237,12 +237,8 @@ class Model(nn.Module):
 
         A batch cache's offsets are an array [B], below zero for left padding: [B, T, C].
         """
-        latest = int(offset.max()) if isinstance(offset, mx.array) else offset
-        last = latest + length - 1
-        if last >= self.args.ctx:
-            raise PositionTableFull(last, self.args.ctx)
-        positions = mx.array(offset)[..., None] + mx.arange(length)
-        return self.position_embedding(mx.maximum(positions, 0))  # padding is masked anyway
+        places = mx.array(offset)[..., None] + mx.arange(length)
+        return self.position_embedding(mx.maximum(places, 0))  # padding is masked anyway
 
     @property
     def layers(self) -> list[Block]:

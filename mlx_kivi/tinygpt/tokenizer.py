@@ -72,7 +72,10 @@ def load_tokenizer(
         else:
             return byte_tokenizer()
         field = "vocabSize" if args.tokenizerSource is None else "tokenizerSource"
-        problem += "say which directory to take it from (tokenizer_dir, --tokenizer-dir)"
+        problem += (
+            "say which directory to take it from (--tinygpt-tokenizer DIR, convert-tinygpt's "
+            "--tokenizer-dir DIR, tokenizer_dir=)"
+        )
         raise TinyGPTError(source, f"config.{field}", problem)
     if not Path(directory).is_dir():
         raise TinyGPTError(directory, "tokenizer directory", "expected a directory")

@@ -1,0 +1,1 @@
+"""Every architecture of mlx-lm, tiny and random, under our caches."""

@@ -1,0 +1,121 @@
+"""One cell of the matrix: a model under a policy, call by call, beside what it must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kivi import KVCacheConfig, attention
+from mlx_kivi.config import TRIM_MARGIN
+
+SMALL = {"group_size": 32, "residual_length": 16, "sink": 4}
+POLICIES = {
+    "full precision": KVCacheConfig(sink=4),
+    "int8": KVCacheConfig(k_bits=8, v_bits=8, **SMALL),
+    "int4": KVCacheConfig(k_bits=4, v_bits=4, **SMALL),
+    "sinks + window": KVCacheConfig(sink=4, window=24),
+    # The least window, by a little, that does not fit in the full-precision part.
+    "int4 + sinks + window": KVCacheConfig(k_bits=4, v_bits=4, window=72, **SMALL),
+}
+
+# Tokens a call. The prompt ends past every window. Groups are packed once 52, 84, 116, 148, 180
+# and 212 tokens are in; four fewer in layers of a trained window, which have no sinks. These fall
+# into the prompt, into single steps and into short calls (as of speculative decoding), and the
+# store of the bounded cache wraps in each.
+CALLS = (37, 1, 50, 23, *[1] * 6, 8, 7, 11, *[1] * 6, 25, 8, 1, 30, 1)
+VOCABULARY = 32  # of the smallest model
+# Of logits, relative to the largest: rounding of float32, by the same products and by others.
+TOLERANCE = 1e-5
+TOLERANCE_PACKED = 5e-5
+
+
+def parts() -> list[mx.array]:
+    """The tokens of each call: [1, n]."""
+    tokens = mx.random.randint(0, VOCABULARY, (1, sum(CALLS)), key=mx.random.key(1))
+    ends = [sum(CALLS[: i + 1]) for i in range(len(CALLS))]
+    return [tokens[:, end - n : end] for n, end in zip(CALLS, ends, strict=True)]
+
+
+def split(start: int, part: mx.array) -> list[mx.array]:
+    """A call from position ``start`` on, cut where a reference has to see a group packed midway.
+
+    Ours, read packed, takes a short call as the steps of decoding that it stands for; a long
+    one sees its own groups unpacked (KIVI, section 3.3).
+    """
+    stop = start + part.shape[1]
+    if part.shape[1] > TRIM_MARGIN:
+        return [part]
+    sink, residual, group = (SMALL[k] for k in ("sink", "residual_length", "group_size"))
+    cuts = {n for s in (sink, 0) for n in range(s + residual + group, stop, group) if n > start}
+    return mx.split(part, [n - start for n in sorted(cuts)], axis=1)
+
+
+def logits(model: Any, tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Logits of the tokens that were fed: [1, n, VOCABULARY]."""
+    return model(tokens, cache=caches)[..., :VOCABULARY].astype(mx.float32)
+
+
+def compare(
+    model: Any,
+    ours: list[Any],
+    theirs: list[Any] | None,
+    tolerance: float = TOLERANCE,
+    splits: bool = False,
+) -> Iterator[int]:
+    """Feed a model twice, call by call, and compare the logits; yields the tokens fed so far.
+
+    Args:
+        model: The model.
+        ours: Caches under test.
+        theirs: Caches that they must equal; None if there is nothing of ours in them.
+        tolerance: Of logits.
+        splits: Cut calls of ``theirs`` where groups are packed.
+
+    Raises:
+        AssertionError: if logits differ by more than ``tolerance`` of the largest.
+    """
+    fed = 0
+    for part in parts():
+        mine = logits(model, part, ours)
+        assert mx.isfinite(mine).all()
+        if theirs is not None:
+            cuts = split(fed, part) if splits else [part]
+            other = mx.concatenate([logits(model, cut, theirs) for cut in cuts], axis=1)
+            off = (mx.abs(mine - other).max() / mx.abs(other).max()).item()
+            where = f"tokens {fed} to {fed + part.shape[1]}"
+            assert off < tolerance, f"{where}: logits {off:.1e} off"
+        fed += part.shape[1]
+        yield fed
+
+
+@dataclass
+class Reads:
+    """How attention read our caches: products with packed data, and arrays unpacked."""
+
+    packed: int = 0
+    dense: int = 0
+
+
+@contextmanager
+def counted() -> Iterator[Reads]:
+    """Count reads in a ``with`` block."""
+    reads = Reads()
+    attend, dense = attention.attend, attention.CacheView.dense
+
+    def counting_attend(*args: Any, **kwargs: Any) -> mx.array:
+        reads.packed += 1
+        return attend(*args, **kwargs)
+
+    def counting_dense(self: attention.CacheView, which: int) -> mx.array:
+        reads.dense += 1
+        return dense(self, which)
+
+    attention.attend, attention.CacheView.dense = counting_attend, counting_dense
+    try:
+        yield reads
+    finally:
+        attention.attend, attention.CacheView.dense = attend, dense

@@ -1,0 +1,62 @@
+"""One tiny random model for each module of `mlx_lm.models`.
+
+configs.json holds the settings of mlx-lm's own tests where it has any, cut to as few layers as
+show each kind of cache, with trained windows of 68 tokens: the least that is packed, roughly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import pkgutil
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.models
+from mlx.utils import tree_flatten, tree_unflatten
+
+from . import stand_ins
+
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "configs.json").read_text()
+)
+MLX_LM = version("mlx-lm")
+
+
+def names() -> list[str]:
+    """The modules that we have settings for and that the installed mlx-lm has."""
+    installed = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
+    return [name for name in CONFIGS if name in installed]
+
+
+@lru_cache(maxsize=2)
+def build(name: str) -> Any:
+    """The model of module ``name``, always with the same weights."""
+    stand_ins.put_in(name)
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(CONFIGS[name]))
+    model.eval()
+    if name == "phi3small":
+        stand_ins.allow_all_tokens(model)
+    _fill(model)
+    mx.eval(model.parameters())
+    return model
+
+
+def _fill(model: Any) -> None:
+    """Random numbers for matrices that start as zeros: they would hide what attention returns."""
+    filled = []
+    for path, x in tree_flatten(model.parameters()):
+        if x.ndim < 2 or x.any():
+            continue
+        if mx.issubdtype(x.dtype, mx.integer):
+            x = mx.random.randint(0, min(2 ** (8 * x.dtype.size), 2**31), x.shape, x.dtype)
+        else:
+            x = mx.random.normal(x.shape, x.dtype, scale=0.1)
+        filled.append((path, x))
+    model.update(tree_unflatten(filled))

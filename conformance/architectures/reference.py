@@ -1,0 +1,204 @@
+"""What ours must equal: plain arrays of all ever seen, and the rule written out as a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache as mlx_caches
+
+from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.architectures import INDEXED, module_names
+from mlx_kivi.factory import own_caches
+from mlx_kivi.layout import spans
+
+# Their indexers choose among columns, as ours hand them out; and phi3small's block-sparse layers
+# add a boolean mask to the scores, so that every column they get counts.
+COLUMNS = INDEXED | {"phi3small"}
+
+
+class DenseReference:
+    """Keys and values of every token in full precision, and which of them a query may see.
+
+    A query at position p sees positions below ``sink`` and those in (p - window, p]. Where a
+    ``twin`` has packed groups, its dequantised content replaces ours, since a step of the
+    quantiser turns the least noise into a large one.
+
+    Args:
+        sink: Sinks.
+        window: Recent tokens beside them; None keeps all.
+        packed_after: Stream tokens that stay unpacked and the size of a group; None: nothing
+            is packed.
+        drops: Whether tokens that no row of a call sees are left out of what it gets, not only
+            masked.
+    """
+
+    def __init__(
+        self,
+        sink: int,
+        window: int | None,
+        packed_after: tuple[int, int] | None = None,
+        drops: bool = False,
+    ) -> None:
+        self.sink, self.window, self.packed_after, self.drops = sink, window, packed_after, drops
+        self.offset = 0
+        self.twin: QuantizedStreamingCache | None = None
+        # Of every token; models assign them.
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._rows = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.offset:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.keys, self.values = keys, values
+        self._rows = keys.shape[2] - self.offset
+        self.offset += self._rows
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        before = self.offset - self._rows
+        visible = self._visible(before, self._rows)
+        groups = self._groups(before)
+        pair = [self.keys, self.values]
+        oldest = int(visible[visible >= self.sink][0]) if groups else 0
+        if groups and oldest < self.sink + groups * self.packed_after[1]:
+            size = self.packed_after[1]
+            first = (oldest - self.sink) // size
+            start, stop = self.sink + first * size, self.sink + groups * size
+            for i, x in enumerate(pair):
+                packed = unpacked_groups(self.twin, i, first, groups)
+                pair[i] = mx.concatenate([x[:, :, :start], packed, x[:, :, stop:]], axis=2)
+        if self.drops:
+            pair = [x[:, :, mx.array(visible)] for x in pair]
+        return pair[0], pair[1]
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
+        k = self._visible(self.offset, N) if self.drops else np.arange(self.offset + N)
+        q = np.arange(self.offset, self.offset + N)[:, None]
+        mask = k <= q
+        if self.window is not None:
+            mask &= (k < self.sink) | (k > q - self.window)
+        if window_size is not None:
+            mask &= k > q - window_size
+        return None if mask.all() else mx.array(mask)
+
+    def _visible(self, first: int, rows: int) -> np.ndarray:
+        """Positions that a call of ``rows`` tokens from position ``first`` on can see."""
+        positions = np.arange(first + rows)
+        if self.window is None:
+            return positions
+        return positions[(positions < self.sink) | (positions > first - self.window)]
+
+    def _groups(self, seen: int) -> int:
+        """Groups that are packed once ``seen`` tokens are in."""
+        if self.packed_after is None:
+            return 0
+        residual, group = self.packed_after
+        return max(0, seen - self.sink - residual) // group
+
+    def errors(self) -> tuple[list[mx.array], list[mx.array]]:
+        """How far the twin's content is from what was given, largest difference of each array.
+
+        Returns:
+            In full precision, relative to the largest of all; and packed, in halves of a
+            quantiser's step.
+        """
+        before = self.offset - self._rows
+        columns = self._visible(before, self._rows)
+        end = self.sink + self._groups(before) * (self.packed_after or (0, 0))[1]
+        is_packed = (columns >= self.sink) & (columns < end)
+        loose, packed = [], []
+        for which, stored in enumerate(unpacked(self.twin)):
+            given = (self.keys, self.values)[which]
+            if not given.size or not given.any():  # an indexer's values, which its model clears
+                continue
+            off = mx.abs(stored - given[:, :, mx.array(columns)])
+            exact = off[:, :, mx.array(np.flatnonzero(~is_packed))]
+            loose.append(exact.max() / mx.abs(given).max())
+            if is_packed.any():
+                bits = (self.twin.config.k_bits, self.twin.config.v_bits)[which]
+                half = half_steps(given[:, :, self.sink :], which, bits, self.packed_after[1])
+                half = half[:, :, mx.array(columns[is_packed] - self.sink)]
+                packed.append((off[:, :, mx.array(np.flatnonzero(is_packed))] / half).max())
+        return loose, packed
+
+
+def half_steps(x: mx.array, which: int, bits: int, group: int) -> mx.array:
+    """Half a step of the quantiser for keys (0) or values (1) x [B, H, T, D], its bound of error.
+
+    Scales and zeros of 8 significant bits widen the range by 2^-7 of the largest value twice.
+    """
+    batch, heads, length, dim = x.shape
+    if which == 0:
+        x = x[:, :, : length // group * group]
+        parts, axis = [x.reshape(batch, heads, -1, group, dim)], 3
+    else:
+        parts, axis = [x[..., i : i + group] for i in range(0, dim, group)], 3
+    halves = []
+    for part in parts:
+        width = part.max(axis, keepdims=True) - part.min(axis, keepdims=True)
+        coarse = mx.abs(x).max() / 64
+        half = (width + coarse) * (1 + 2**-7) / (2**bits - 1) / 2
+        halves.append(mx.broadcast_to(half, part.shape))
+    return halves[0].reshape(x.shape) if which == 0 else mx.concatenate(halves, axis=-1)
+
+
+def unpacked(cache: QuantizedStreamingCache) -> tuple[mx.array, mx.array]:
+    """What the last call saw of a cache, as arrays in order of position."""
+    packed, cache.packed_attention = cache.packed_attention, False
+    pair = QuantizedStreamingCache.keys_and_values(cache)
+    cache.packed_attention = packed
+    return pair
+
+
+def unpacked_groups(
+    cache: QuantizedStreamingCache, which: int, first: int, stop: int
+) -> mx.array:
+    """Groups ``first`` … ``stop - 1`` of a cache's packed keys (0) or values (1)."""
+    store = cache._stores[which]
+    parts = [store.dense(slot, count) for _, slot, count in spans(first, stop, store.capacity)]
+    return mx.concatenate(parts, axis=2).astype(cache._dtype)
+
+
+def reference_caches(model: Any, config: KVCacheConfig) -> list[Any]:
+    """The model's own caches, with a `DenseReference` for each that a policy converts."""
+    packed_after = (config.residual_length, config.group_size) if config.quantized else None
+    more = {"packed_after": packed_after, "drops": bool(COLUMNS & set(module_names(model)))}
+
+    def convert(cache: Any) -> Any:
+        if type(cache) is mlx_caches.KVCache:
+            return DenseReference(config.sink, config.window, **more)
+        if type(cache) is mlx_caches.RotatingKVCache:
+            return DenseReference(cache.keep, cache.max_size - cache.keep, **more)
+        if type(cache) is mlx_caches.CacheList:
+            return mlx_caches.CacheList(*[convert(member) for member in cache.caches])
+        return cache
+
+    return [convert(cache) for cache in own_caches(model)]
+
+
+def flat(caches: list[Any]) -> list[Any]:
+    """Caches, members of a `CacheList` singly."""
+    return [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]
+
+
+def pair_up(references: list[Any], ours: list[Any]) -> list[DenseReference]:
+    """Give each reference its twin; returns the references.
+
+    Raises:
+        AssertionError: if another cache was converted, or one that should be was not.
+    """
+    paired = []
+    for reference, twin in zip(flat(references), flat(ours), strict=True):
+        converted = isinstance(reference, DenseReference)
+        assert isinstance(twin, QuantizedStreamingCache) == converted, type(twin)
+        assert converted or type(twin) is type(reference), type(twin)
+        if converted:
+            reference.twin = twin
+            paired.append(reference)
+    return paired

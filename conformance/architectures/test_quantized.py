@@ -1,0 +1,87 @@
+"""Quantised: what is stored, that the logits are those of the stored numbers, and the way there.
+
+Never compared with the model unquantised: the noise tips the routers of a mixture of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import mlx_kivi
+from conformance.architectures import matrix, models
+from conformance.architectures.reference import flat, pair_up, reference_caches
+from mlx_kivi.architectures import DENSE, INDEXED, PACKED
+
+CHECKED_AT = (88, 143, 174, sum(matrix.CALLS))  # tokens; none right after a call that was cut
+
+
+@pytest.fixture
+def reads() -> Iterator[matrix.Reads]:
+    with matrix.counted() as reads:
+        yield reads
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4", "int4 + sinks + window"])
+@pytest.mark.parametrize("name", models.names())
+def test_quantized_equals_dense_attention_on_what_is_stored(name: str, policy: str) -> None:
+    model, config = models.build(name), matrix.POLICIES[policy]
+    ours, theirs = mlx_kivi.make_prompt_cache(model, config), reference_caches(model, config)
+    references = pair_up(theirs, ours)
+    run = matrix.compare(
+        model,
+        ours,
+        theirs if references else None,
+        matrix.TOLERANCE_PACKED,
+        splits=name not in DENSE,
+    )
+    for fed in run:
+        if fed not in CHECKED_AT:
+            continue
+        for reference in references:
+            loose, packed = reference.errors()
+            assert all(error.item() < matrix.TOLERANCE_PACKED for error in loose)
+            assert all(error.item() <= 1 for error in packed)
+    for reference in references:
+        assert reference.twin.packed_tokens >= 2 * config.group_size
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_attention_reads_packed_data_or_arrays_as_the_table_says(
+    name: str, reads: matrix.Reads
+) -> None:
+    model = models.build(name)
+    caches = mlx_kivi.make_prompt_cache(model, matrix.POLICIES["int4 + sinks + window"])
+    ours = [c for c in flat(caches) if isinstance(c, mlx_kivi.QuantizedStreamingCache)]
+    *prompt, token = matrix.parts()[:5]
+    for part in prompt:
+        matrix.logits(model, part, caches)
+    reads.packed = reads.dense = 0
+    matrix.logits(model, token, caches)
+    if name in DENSE:
+        assert reads.packed == 0 and reads.dense >= 2 * len(ours) > 0
+    else:
+        assert reads.packed >= len(ours) and reads.dense == 0
+
+
+def test_at_least_100_modules_of_126_are_read_packed() -> None:
+    """The count that the test above shows one by one; gear's settings decide, plain here."""
+    assert len(models.CONFIGS) == 126
+    assert len(PACKED & set(models.CONFIGS)) >= 100
+
+
+@pytest.mark.parametrize("name", sorted(INDEXED & set(models.names())))
+def test_an_indexer_evicts_in_lockstep_with_its_main_cache(name: str) -> None:
+    model = models.build(name)
+    caches = mlx_kivi.make_prompt_cache(model, matrix.POLICIES["int4 + sinks + window"])
+    pairs = [c.caches for c in caches if len(c.caches) == 2]
+    assert pairs
+    for part in matrix.parts():
+        matrix.logits(model, part, caches)
+        for main, indexer in pairs:
+            assert main.offset == indexer.offset and main.size() == indexer.size()
+            assert main.packed_tokens == indexer.packed_tokens
+            assert main.keys_and_values()[0].shape[2] == indexer.keys_and_values()[0].shape[2]
+    for main, indexer in pairs:
+        assert main.config.k_bits == 4 and indexer.config.k_bits == 8

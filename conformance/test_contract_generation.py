@@ -1,0 +1,234 @@
+"""Generation with mlx-lm's own functions under `patch`: drafts, and prompts used again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import mlx_kivi
+from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+
+from .contract.kinds import POLICIES
+from .contract.models import perturbed, prompt, run, steps
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+every_policy = pytest.mark.parametrize("name", POLICIES)
+unbounded = pytest.mark.parametrize("name", ["full", "int8", "int4"])
+bounded = pytest.mark.parametrize("name", ["bounded", "int4-bounded"])
+
+
+def greedy(model: nn.Module, tokens: mx.array, count: int, **kwargs: Any) -> list[int]:
+    return [token for token, _ in generate_step(tokens, model, max_tokens=count, **kwargs)]
+
+
+def speculative(
+    model: nn.Module, draft: nn.Module, tokens: mx.array, count: int, **kwargs: Any
+) -> tuple[list[int], int]:
+    """The tokens, and how many of them came from the draft."""
+    out = list(speculative_generate_step(tokens, model, draft, max_tokens=count, **kwargs))
+    return [token for token, _, _ in out], sum(drafted for *_, drafted in out)
+
+
+# Drafts
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [*((name, 3) for name in POLICIES), *((n, d) for n in ("int4", "int4-bounded") for d in (1, 9))],
+)
+def test_a_draft_model_changes_no_token(
+    name: str, drafts: int, llama: nn.Module, draft: nn.Module
+) -> None:
+    """From before the window to far past it, over groups that are packed midway."""
+    with mlx_kivi.patched(POLICIES[name]):
+        want = greedy(llama, prompt(30), 130)
+        got, accepted = speculative(llama, draft, prompt(30), 130, num_draft_tokens=drafts)
+    assert got == want
+    assert 20 < accepted < 110  # some drafts are right, some wrong
+    assert len(set(want)) > 40
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_each_token_of_a_draft_sees_what_a_single_step_would(bits: int, llama: nn.Module) -> None:
+    """A group that is packed between two tokens of a call is packed for the second alone."""
+    policy = KVCacheConfig(k_bits=bits, v_bits=bits, group_size=32, residual_length=16)
+    windowed = policy.replace(window=90)
+    for config in (policy, windowed):
+        # Groups are packed after 52, 84, … tokens.
+        for seen in (44, 51, 81, 113, 140, 173):
+            single, together = (mlx_kivi.make_prompt_cache(llama, config) for _ in range(2))
+            for caches in (single, together):
+                run(llama, caches, [prompt(seen)])
+            tokens = prompt(20)
+            one_by_one = mx.concatenate(run(llama, single, tokens.split(20)))
+            at_once = mx.concatenate(run(llama, together, [tokens]))
+            assert mx.allclose(at_once, one_by_one, rtol=1e-4, atol=1e-3)
+            assert together[0].packed_tokens == single[0].packed_tokens
+
+
+def test_a_mask_of_the_models_own_is_split_with_the_call(llama: nn.Module) -> None:
+    attention = importlib.import_module("mlx_lm.models.base").scaled_dot_product_attention
+    config = POLICIES["int4-bounded"]
+    mx.random.seed(0)
+    keys, values = mx.random.normal((2, 1, 2, 200, 32))
+    queries = mx.random.normal((1, 4, 200, 32))
+    hidden = mx.arange(200) % 3 != 0  # the model hides every third position besides
+    mlx_kivi.make_prompt_cache(llama)  # hooks mlx_lm's attention
+    for seen in (70, 110, 175):
+        outputs = []
+        for lengths in ([20], [1] * 20):
+            cache = QuantizedStreamingCache(config, packed_attention=True)
+            cache.update_and_fetch(keys[:, :, :seen], values[:, :, :seen])
+            parts, start = [], seen
+            for n in lengths:
+                mask = cache.make_mask(n, return_array=True)
+                at = slice(start, start + n)
+                k, v = cache.update_and_fetch(keys[:, :, at], values[:, :, at])
+                low = max(4, start - 89)  # positions shown: sinks, and the first query's window
+                shown = mx.concatenate([hidden[:4], hidden[low : start + n]])
+                assert k.shape[2] == v.shape[2] == shown.size
+                mask = shown[None] if mask is None else mask & shown
+                parts.append(attention(queries[:, :, at], k, v, cache, 0.2, mask))
+                start += n
+            outputs.append(mx.concatenate(parts, axis=2))
+        assert mx.allclose(*outputs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", ["exaone4", "ministral3", "gpt_oss"])
+def test_a_draft_model_changes_no_token_of_sliding_window_models(module: str) -> None:
+    """mlx-lm's own rotating caches are wrong here, once past the window."""
+    path = SHARED / "data" / "arch_configs.json"
+    if not path.is_file():
+        pytest.skip("needs the configurations in ../shared/data/arch_configs.json")
+    config = json.loads(path.read_text())[module]
+    package = importlib.import_module(f"mlx_lm.models.{module}")
+
+    def make() -> nn.Module:
+        mx.random.seed(0)
+        made = package.Model(package.ModelArgs.from_dict(config))
+        mx.eval(made.parameters())
+        return made
+
+    model = make()
+    tokens = prompt(110, 32)
+    draft = perturbed(model, make(), 0.02)
+    for name in POLICIES:
+        with mlx_kivi.patched(POLICIES[name]):
+            want = greedy(model, tokens, 50)
+            got, accepted = speculative(model, draft, tokens, 50, num_draft_tokens=3)
+        assert got == want
+        assert 5 < accepted < 45
+
+
+def test_stream_generate_with_a_draft_model_gives_the_same_text(
+    llama: nn.Module, draft: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    with mlx_kivi.patched(POLICIES["int4-bounded"]):
+        texts = [
+            "".join(r.text for r in stream_generate(llama, tokenizer, prompt(90), 60, **drafted))
+            for drafted in ({}, {"draft_model": draft, "num_draft_tokens": 3})
+        ]
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_draft_model_needs_caches_that_nothing_was_evicted_from(
+    llama: nn.Module, draft: nn.Module
+) -> None:
+    """mlx-lm asks once, before it begins; past the window is_trimmable() says no."""
+    with mlx_kivi.patched(POLICIES["bounded"]):
+        caches = [*make_prompt_cache(llama), *make_prompt_cache(draft)]
+        run(llama, caches[:2], [prompt(100)])
+        with pytest.raises(ValueError, match="trimmable"):
+            speculative(llama, draft, prompt(3), 5, prompt_cache=caches)
+
+
+# Prompts used again, as mlx_lm.server does
+
+
+def stored(llama: nn.Module, tokens: mx.array, after: int) -> tuple[LRUPromptCache, list[int]]:
+    """An `LRUPromptCache` that holds a prompt and ``after`` tokens generated from it."""
+    caches = make_prompt_cache(llama)
+    text = tokens.tolist() + greedy(llama, tokens, after, prompt_cache=caches)
+    lru = LRUPromptCache()
+    # The last token is made but not fed.
+    seen = text[: caches[0].offset]
+    lru.insert_cache("model", seen, caches)
+    return lru, seen
+
+
+@every_policy
+def test_an_exact_hit_goes_on_where_it_was_and_stays_as_it_is(name: str, llama: nn.Module) -> None:
+    with mlx_kivi.patched(POLICIES[name]):
+        lru, seen = stored(llama, prompt(110), 20)
+        fresh = make_prompt_cache(llama)
+        # As generate_step does it: the prompt but for its last token at once.
+        run(llama, fresh, [prompt(109), *mx.array(seen[109:]).split(len(seen) - 109)])
+        want = steps(llama, fresh, 9, 20)
+        for _ in range(2):
+            caches, rest = lru.fetch_nearest_cache("model", seen)
+            assert rest == []
+            assert sum(c.nbytes for c in caches) == lru.nbytes
+            assert mx.allclose(steps(llama, caches, 9, 20), want, rtol=1e-4, atol=1e-3)
+
+
+@every_policy
+def test_a_shorter_prompt_is_gone_on_from(name: str, llama: nn.Module) -> None:
+    with mlx_kivi.patched(POLICIES[name]):
+        lru, seen = stored(llama, prompt(110), 20)
+        more = [*seen, 5, 6, 7]
+        caches, rest = lru.fetch_nearest_cache("model", more)
+        assert rest == [5, 6, 7]
+        assert caches[0].offset == len(seen)
+        assert greedy(llama, mx.array(rest), 20, prompt_cache=caches)
+
+
+@unbounded
+def test_a_longer_prompt_is_trimmed_and_gives_the_same_tokens(name: str, llama: nn.Module) -> None:
+    with mlx_kivi.patched(POLICIES[name]):
+        lru, seen = stored(llama, prompt(110), 20)
+        asked = [*seen[:105], 200, 201, 202]
+        caches, rest = lru.fetch_nearest_cache("model", asked)
+        assert rest == [200, 201, 202]
+        assert caches[0].offset == 105
+        got = greedy(llama, mx.array(rest), 20, prompt_cache=caches)
+        fresh = make_prompt_cache(llama)
+        run(llama, fresh, [prompt(105)])
+        assert got == greedy(llama, mx.array(rest), 20, prompt_cache=fresh)
+
+
+@bounded
+def test_after_eviction_there_is_no_reuse_rather_than_a_wrong_one(
+    name: str, llama: nn.Module
+) -> None:
+    with mlx_kivi.patched(POLICIES[name]):
+        lru, seen = stored(llama, prompt(110), 20)
+        asked = [*seen[:60], 200, 201, 202]
+        assert lru.fetch_nearest_cache("model", asked) == (None, asked)
+        # A shorter one that is stored as well is used in its place.
+        caches = make_prompt_cache(llama)
+        run(llama, caches, [prompt(40)])
+        lru.insert_cache("model", seen[:40], caches)
+        found, rest = lru.fetch_nearest_cache("model", asked)
+        assert (found[0].offset, rest) == (40, asked[40:])
+
+
+@bounded
+def test_before_eviction_a_longer_prompt_is_reused(name: str, llama: nn.Module) -> None:
+    with mlx_kivi.patched(POLICIES[name]):
+        lru, seen = stored(llama, prompt(40), 10)
+        caches, rest = lru.fetch_nearest_cache("model", [*seen[:30], 200, 201])
+        assert rest == [200, 201]
+        fresh = make_prompt_cache(llama)
+        run(llama, fresh, [prompt(30)])
+        got, want = (greedy(llama, mx.array(rest), 60, prompt_cache=c) for c in (caches, fresh))
+        assert got == want

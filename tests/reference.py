@@ -1,0 +1,343 @@
+"""A plain reference for the caches: dense float64 arrays and an explicit mask.
+
+Nothing here knows rings, groups' slots or packing. A cache is driven as a model drives it
+(`step`), and what it holds is read through its own dense arrays (`stored`), so that quantised
+storage is compared with what it stands for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
+from mlx_kivi.attention import CacheHandle
+from mlx_kivi.config import BITS, value_group
+
+EPS = {mx.float16: 2**-11, mx.bfloat16: 2**-8, mx.float32: 2**-24}
+
+# Policies and prompts cut into calls, for hypothesis
+
+some_bits = st.sampled_from([None, *BITS])
+policies = st.builds(
+    KVCacheConfig,
+    k_bits=some_bits,
+    v_bits=some_bits,
+    group_size=st.sampled_from([32, 32, 64]),
+    residual_length=st.sampled_from([0, 1, 32]) | st.integers(0, 70),
+    sink=st.integers(0, 9),
+    window=st.none() | st.integers(1, 30) | st.integers(31, 200),
+)
+bounds = st.builds(
+    KVCacheConfig, sink=st.integers(0, 9), window=st.none() | st.integers(1, 12) | st.integers(9, 99)
+)
+lengths = st.just(1) | st.integers(1, 12) | st.integers(13, 150)
+splits = st.lists(lengths, min_size=1, max_size=14)
+
+
+@contextmanager
+def hooked() -> Iterator[None]:
+    """mlx_lm's attention takes our handles inside."""
+    holder = object()
+    hooks.attention.hold(holder)
+    try:
+        yield
+    finally:
+        hooks.attention.release(holder)
+
+
+def dense(x: mx.array) -> np.ndarray:
+    """Any float array as float64."""
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+# What a query may see
+
+
+def allowed(
+    queries: np.ndarray, keys: np.ndarray, sink: int, window: int | None
+) -> np.ndarray:
+    """The rule, over positions: the sinks and (query - window, query]. [queries, keys]"""
+    q, k = queries[:, None], keys[None]
+    rule = k <= q
+    if window is not None:
+        rule &= (k > q - window) | (k < sink)
+    return rule
+
+
+def shown(first: int, count: int, sink: int, window: int | None) -> np.ndarray:
+    """Positions that at least one of ``count`` queries from ``first`` on sees, in order."""
+    queries, keys = np.arange(first, first + count), np.arange(first + count)
+    return keys[allowed(queries, keys, sink, window).any(axis=0)]
+
+
+def as_rule(mask: mx.array | str | None, rows: int, columns: int) -> np.ndarray:
+    """What a mask of mlx_lm means: boolean, [rows, columns]."""
+    if mask is None:
+        return np.ones((rows, columns), bool)
+    if isinstance(mask, str):
+        assert mask == "causal"
+        return np.tri(rows, columns, columns - rows, dtype=bool)
+    return np.array(mask)
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """Attention written out: q [B, Hq, L, D], k and v [B, H, T, ·], mask boolean or additive."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat(repeats, axis=1), v.repeat(repeats, axis=1)
+    bias = np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask
+    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5 + bias
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        top = np.maximum(top, sinks[None, :, None, None])
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[None, :, None, None] - top)
+    return weights / total @ v
+
+
+# Driving a cache
+
+
+@dataclass
+class Stream:
+    """Random queries [B, H·repeats, T, Dk], keys [B, H, T, Dk] and values [B, H, T, Dv]."""
+
+    length: int
+    heads: int = 1
+    repeats: int = 1
+    k_dim: int = 32
+    v_dim: int = 32
+    batch: int = 1
+    dtype: mx.Dtype = mx.float32
+    seed: int = 0
+    q: mx.array = field(init=False)
+    k: mx.array = field(init=False)
+    v: mx.array = field(init=False)
+
+    def __post_init__(self) -> None:
+        key = mx.random.key(self.seed)
+        sizes = (self.heads * self.repeats, self.k_dim), (self.heads, self.k_dim)
+        parts = []
+        for (heads, dim), one in zip(
+            (*sizes, (self.heads, self.v_dim)), mx.random.split(key, 3), strict=True
+        ):
+            x = mx.random.normal((self.batch, heads, self.length, dim), key=one)
+            parts.append(x.astype(self.dtype))
+        self.q, self.k, self.v = parts
+
+    def redraw(self, begin: int) -> None:
+        """Other tokens from position ``begin`` on."""
+        other = replace(self, seed=self.seed + 1)
+        for which in ("q", "k", "v"):
+            parts = getattr(self, which)[:, :, :begin], getattr(other, which)[:, :, begin:]
+            setattr(self, which, mx.concatenate(parts, axis=2))
+        self.seed += 1
+
+    def cut(self, begin: int, end: int) -> tuple[mx.array, mx.array, mx.array]:
+        return tuple(x[:, :, begin:end] for x in (self.q, self.k, self.v))
+
+
+def step(
+    cache: Any, stream: Stream, begin: int, end: int, sinks: mx.array | None = None
+) -> mx.array:
+    """One call of a model's attention layer on tokens [begin, end) of a stream."""
+    q, k, v = stream.cut(begin, end)
+    mask = cache.make_mask(end - begin, window_size=None, return_array=False)
+    keys, values = cache.update_and_fetch(k, v)
+    scale = stream.k_dim**-0.5
+    out = scaled_dot_product_attention(q, keys, values, cache, scale, mask, sinks)
+    mx.eval(out)
+    return out
+
+
+def run(cache: Any, stream: Stream, chunks: list[int], begin: int = 0) -> list[mx.array]:
+    """The outputs of several calls, one after the other."""
+    outputs = []
+    for length in chunks:
+        outputs.append(step(cache, stream, begin, begin + length))
+        begin += length
+    return outputs
+
+
+def stored(
+    cache: QuantizedStreamingCache, rows: int = 1
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """What the ``rows`` queries of the last call saw: [(queries, keys, values)], dense.
+
+    In two parts where a group was packed midway: the first queries came before that.
+    """
+    keys, values = cache.keys_and_values()
+    if isinstance(keys, CacheHandle):
+        return [(v.snapshot.queries, dense(v.dense(0)), dense(v.dense(1))) for v in keys.views]
+    return [(rows, dense(keys), dense(values))]
+
+
+def arrays_in(thing: Any) -> list[mx.array]:
+    """Every `mx.array` that an object reaches through attributes and containers, once each."""
+    found, seen, todo = [], set(), [thing]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, mx.array):
+            found.append(one)
+        elif isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, list | tuple | set):
+            todo += one
+        elif hasattr(one, "__dict__"):
+            todo += vars(one).values()
+    return found
+
+
+# What storage may do to tokens
+
+
+def half_step(config: KVCacheConfig, which: int, x: np.ndarray, sink: int) -> np.ndarray:
+    """Half of the ideal step, range / levels, of the group each token is in: as x.
+
+    x [B, H, T, D]: keys (``which`` 0) share a step along whole groups of tokens from the sinks
+    on, values (1) along the head. 0 where no step is: sinks, and tokens of a partial group.
+    """
+    bits = config.k_bits if which == 0 else config.v_bits
+    bound = np.zeros_like(x)
+    if bits is None or 0 in x.shape:
+        return bound
+    levels, group = 2**bits - 1, config.group_size
+    if which == 0:
+        for lo in range(sink, x.shape[2] - group + 1, group):
+            part = x[:, :, lo : lo + group]
+            bound[:, :, lo : lo + group] = np.ptp(part, axis=2, keepdims=True)
+    else:
+        size, _ = value_group(x.shape[3], group, bits)
+        end = sink + (max(0, x.shape[2] - sink) // group) * group
+        for lo in range(0, x.shape[3], size):
+            part = x[:, :, sink:end, lo : lo + size]
+            bound[:, :, sink:end, lo : lo + size] = np.ptp(part, axis=3, keepdims=True)
+    return bound / levels / 2
+
+
+class Model:
+    """What a cache should hold, token by token, and what its queries should get.
+
+    Content starts as the tokens themselves. Once a whole group has left the residual, it may
+    change, one time, by half a step: that is quantisation. From then on it is frozen.
+    """
+
+    def __init__(self, config: KVCacheConfig, stream: Stream) -> None:
+        self.config, self.stream = config, stream
+        self.offset = self.peak = 0  # tokens now, and at the most so far
+        storage = stream.dtype if config.dtype is None else getattr(mx, config.dtype)
+        # Coarsest float type that a value passes through on its way out.
+        self.eps = max(EPS[storage], EPS[stream.dtype])
+        self.storage = storage
+        self.tokens = [np.zeros(x.shape) for x in (stream.k, stream.v)]
+        self.content = [x.copy() for x in self.tokens]
+        self.packed = [np.zeros(stream.length, bool) for _ in range(2)]
+        self.take_tokens()
+
+    def take_tokens(self) -> None:
+        """What is still to come, rounded as it will be stored."""
+        for which, x in enumerate((self.stream.k, self.stream.v)):
+            rounded = dense(x.astype(self.storage).astype(self.stream.dtype))
+            self.tokens[which][:, :, self.offset :] = rounded[:, :, self.offset :]
+            self.content[which][:, :, self.offset :] = rounded[:, :, self.offset :]
+
+    def copy(self) -> Model:
+        twin = copy.copy(self)
+        twin.stream = copy.copy(self.stream)
+        for which in ("tokens", "content", "packed"):
+            setattr(twin, which, [x.copy() for x in getattr(self, which)])
+        return twin
+
+    def append(self, cache: QuantizedStreamingCache, rows: int) -> None:
+        """Feed the next tokens to a cache, and compare what the call holds and returns."""
+        begin = self.offset
+        out = step(cache, self.stream, begin, begin + rows)
+        self.offset += rows
+        self.peak = max(self.peak, self.offset)
+        assert cache.offset == self.offset
+        for queries, *held in stored(cache, rows):
+            self._check_rows(held, out[:, :, :queries], begin)
+            out, begin = out[:, :, queries:], begin + queries
+        assert begin == self.offset
+
+    def _check_rows(self, held: list[np.ndarray], out: mx.array, begin: int) -> None:
+        end = begin + out.shape[2]
+        sink, window = self.config.sink, self.config.window
+        positions = shown(begin, end - begin, sink, window)
+        for which, one in enumerate(held):
+            assert one.shape[2] == len(positions)
+            self._accept(which, one, positions, begin)
+        mask = allowed(np.arange(begin, end), np.arange(end), sink, window)
+        q = dense(self.stream.q[:, :, begin:end])
+        expected = attention(q, *(x[:, :, :end] for x in self.content), mask)
+        atol = 1e-5 if self.config.quantized else 3e-6
+        if self.eps != EPS[mx.float32]:
+            atol = 8 * self.eps  # of the result, or of storage that dense arrays are rounded to
+        np.testing.assert_allclose(dense(out), expected, rtol=0, atol=atol)
+
+    def _accept(self, which: int, held: np.ndarray, positions: np.ndarray, begin: int) -> None:
+        content, tokens, sink = self.content[which], self.tokens[which], self.config.sink
+        bits = (self.config.k_bits, self.config.v_bits)[which]
+        # Groups that a trim has opened may still have their tokens in full precision.
+        intact = (held == tokens[:, :, positions]).all(axis=(0, 1, 3))
+        intact = positions[intact & ~self.packed[which][positions]]
+        content[:, :, intact] = tokens[:, :, intact]
+        changed = (held != content[:, :, positions]).any(axis=(0, 1, 3))
+        moved = positions[changed]
+        if not len(moved):
+            return
+        assert bits is not None, f"position {moved[0]} changed in a store of full precision"
+        assert not self.packed[which][moved].any(), "packed tokens changed again"
+        assert moved.min() >= sink, f"sink {moved[0]} is quantised"
+        ends = sink + ((moved - sink) // self.config.group_size + 1) * self.config.group_size
+        assert ends.max() <= begin - self.config.residual_length, (
+            f"position {moved.max()} of the residual before {begin} is quantised"
+        )
+        # A group whose tokens were partly taken back from packed ones spans both contents.
+        stop = ends.max()
+        both = [x[:, :, :stop] for x in (content, tokens)]
+        bound = np.maximum(*(half_step(self.config, which, x, sink) for x in both))
+        error = np.abs(held[:, :, changed] - content[:, :, moved])
+        size = np.abs(tokens[:, :, moved])
+        limit = bound[:, :, moved] * 1.05 + self.eps * size + 1e-6
+        assert (error <= limit).all(), f"off by {(error - limit).max()} more than half a step"
+        content[:, :, moved] = held[:, :, changed]
+        self.packed[which][moved] = True
+
+    def trimmed(self, n: int) -> None:
+        """The cache has forgotten the last n tokens; others will follow."""
+        self.offset -= n
+        self.stream.redraw(self.offset)
+        self.take_tokens()
+        # Groups that reach into the residual are open again.
+        full = max(0, self.offset - self.config.sink - self.config.residual_length)
+        reopened = self.config.sink + full // self.config.group_size * self.config.group_size
+        for packed in self.packed:
+            packed[reopened:] = False
+
+
+def follow(cache: QuantizedStreamingCache, stream: Stream, chunks: list[int]) -> Model:
+    """Drive a cache and compare every call with the model of it."""
+    model = Model(cache.config, stream)
+    for length in chunks:
+        model.append(cache, length)
+    return model

@@ -1,0 +1,405 @@
+"""How keys turn in every model of mlx_lm, and streams whose positions are counted anew."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from conftest import ROOT
+from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.llama import Model, ModelArgs
+from reference import dense, hooked
+
+from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.factory import build, own_caches
+from mlx_kivi.rope import REBASE_AT, REBASE_BY, Rotation, rebased_by, rotations
+
+CONFIGS = json.loads((ROOT / "conformance" / "architectures" / "configs.json").read_text())
+# What the error has to say of the models whose keys can't be turned.
+REFUSED = {
+    "afm7": "weighted norm",
+    "bailing_hybrid": "apart from the rest",
+    "bailing_moe_v3": "apart from the rest",
+    "deepseek_v3": "apart from the rest",
+    "deepseek_v32": "apart from the rest",
+    "deepseek_v41": "no model of mlx_lm whose positions are known",
+    "glm4_moe_lite": "apart from the rest",
+    "glm_moe_dsa": "apart from the rest",
+    "gpt2": "learned",
+    "gpt_bigcode": "learned",
+    "hunyuan": "weighted norm",
+    "hunyuan_v1_dense": "weighted norm",
+    "kimi_k25": "apart from the rest",
+    "kimi_k3": "apart from the rest",
+    "kimi_linear": "apart from the rest",
+    "kimi_vl": "apart from the rest",
+    "longcat_flash": "apart from the rest",
+    "longcat_flash_ngram": "apart from the rest",
+    "mamba": "no model of mlx_lm whose positions are known",
+    "mamba2": "no model of mlx_lm whose positions are known",
+    "minimax_m3_vl": "indexer",
+    "mistral4": "apart from the rest",
+    "muse_spark": "fused kernel",
+    "rwkv7": "no model of mlx_lm whose positions are known",
+}
+# Their keys turn, but they use the position besides, so counting it anew would show.
+NOT_REBASED = {"bailing_moe_linear", "iquestloopcoder", "llama4", "ministral3", "mistral3"}
+# They compute on the cached keys themselves.
+DENSE = {"gemma2", "olmo", "phi3small", "plamo", "plamo2", "stablelm"}
+NAMES = [name for name in CONFIGS if find_spec(f"mlx_lm.models.{name}")]
+STREAM = KVCacheConfig(sink=0, window=72)
+
+
+def leaves(caches: list[Any]) -> list[Any]:
+    return [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]
+
+
+def ours(caches: list[Any]) -> list[QuantizedStreamingCache]:
+    return [leaf for leaf in leaves(caches) if isinstance(leaf, QuantizedStreamingCache)]
+
+
+@pytest.fixture(autouse=True)
+def _hooked() -> Iterator[None]:
+    with hooked():
+        yield
+
+
+def logits(model: Any, tokens: mx.array, caches: list[Any], calls: list[int]) -> np.ndarray:
+    """Logits [T, 32 at most] of tokens fed in calls of so many."""
+    rows, begin = [], 0
+    for length in calls:
+        out = model(tokens[:, begin : begin + length], cache=caches)
+        rows.append(dense((out[0] if isinstance(out, tuple) else out)[0, :, :32]))
+        begin += length
+    return np.concatenate(rows)
+
+
+def random_tokens(length: int) -> mx.array:
+    return mx.random.randint(0, 32, (1, length), key=mx.random.key(1))
+
+
+# Every architecture
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def architecture(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    sys.path.insert(0, str(ROOT))
+    models = importlib.import_module("conformance.architectures.models")
+    sys.path.remove(str(ROOT))
+    return request.param, models.build(request.param)
+
+
+class OneToken:
+    """A cache at some offset that holds nothing but the token that is fed."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.keys: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def one_token(cache: Any, offset: int) -> Any:
+    if type(cache) in (mlx_caches.KVCache, mlx_caches.RotatingKVCache):
+        return OneToken(offset)
+    if type(cache) is mlx_caches.CacheList:
+        return mlx_caches.CacheList(*(one_token(member, offset) for member in cache.caches))
+    return cache
+
+
+def test_keys_turn_as_the_model_turns_them(architecture: tuple[str, Any]) -> None:
+    """A token that sees itself alone has the same keys at each position, but for their turn."""
+    name, model = architecture
+    own = own_caches(model)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name]):
+            rotations(model, own)
+        return
+    runs = []
+    for offset in (0, 1000):
+        caches = [one_token(cache, offset) for cache in own_caches(model)]
+        model(mx.array([[5]]), cache=caches)
+        runs.append(caches)
+    compared = 0
+    # iquestloopcoder's second loop has gates made of turned queries: its input differs.
+    pairs = list(zip(rotations(model, own), *runs, strict=True))
+    for rotation, here, there in pairs[: 2 if name == "iquestloopcoder" else None]:
+        for a, b in zip(leaves([here]), leaves([there]), strict=True):
+            if isinstance(a, OneToken) and a.keys is not None:
+                got, want = dense(rotation.turned(a.keys, 1000)), dense(b.keys)
+                np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+                compared += 1
+    assert compared
+
+
+def test_a_model_rebases_without_a_trace_or_not_at_all(architecture: tuple[str, Any]) -> None:
+    name, model = architecture
+    caches, early = build(model, STREAM), build(model, STREAM)
+    limits = {cache.rebase_at for cache in ours(caches)}
+    if name in REFUSED or name in NOT_REBASED:
+        assert limits <= {None}
+        return
+    assert limits == {REBASE_AT}
+    for cache in ours(early):
+        cache._rebased = 90 - REBASE_AT  # its first token is at position REBASE_AT - 90
+    calls = [40, 1, 30, 1, 1, 1, 13, *[1] * 8, 40, 70]
+    tokens = random_tokens(sum(calls))
+    want, got = (logits(model, tokens, c, calls) for c in (caches, early))
+    assert {cache.offset for cache in ours(early)} == {REBASE_AT - 90 - REBASE_BY + len(want)}
+    off = np.abs(got - want).max(axis=1) / np.abs(want).max()
+    # Of the rows, because the least difference may send a token to another expert.
+    assert np.median(off[:90]) < 0.02 and np.median(off[100:]) < 0.02
+
+
+def test_repositioning_serves_a_model_in_chunks_of_any_size_or_says_why_not(
+    architecture: tuple[str, Any],
+) -> None:
+    name, model = architecture
+    config = KVCacheConfig(sink=4, window=24, reposition=True)
+    if name not in REFUSED and name not in DENSE:
+        tokens = random_tokens(110)
+        want = logits(model, tokens, build(model, config), [110])
+        got = logits(model, tokens, build(model, config), [37, 1, 1, 1, 30, 5, 1, 1, 33])
+        off = np.abs(got - want).max(axis=1) / np.abs(want).max()
+        assert np.median(off) < 1e-3
+        return
+    with pytest.raises(ValueError) as caught:
+        build(model, config)
+    message = str(caught.value)
+    assert message.startswith("reposition=True can't serve ") and "leave it out" in message
+    assert REFUSED.get(name, "computes on cached keys itself") in message and "\n" not in message
+
+
+# Streams without end
+
+
+def tiny(layers: int = 2, **changes: Any) -> Model:
+    """A random llama with 4 heads of 32 on 2 KV heads, whose attention is not flat."""
+    mx.random.seed(0)
+    args = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 97,
+        "tie_word_embeddings": False,
+    }
+    model = Model(ModelArgs.from_dict({**args, **changes}))
+    for layer in model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            part.weight = part.weight * 2
+    mx.eval(model.parameters())
+    return model
+
+
+def jump(caches: list[Any], tokens: int) -> None:
+    """As if about so many more tokens had been seen, whose positions are not counted any more."""
+    for cache in ours(caches):
+        plan = cache.plan
+        unit = plan.ring if plan.slots is None else plan.ring * plan.slots * plan.group
+        by = tokens // unit * unit
+        cache._count += by
+        cache._rebased += by
+        cache._ring_low += by
+        if plan.slots is not None:
+            cache._groups += by // plan.group
+            cache._store_low += by // plan.group
+
+
+@pytest.mark.parametrize("start", [2**20, 2**24, 10**8, 2**33])
+@pytest.mark.parametrize(
+    ("config", "loose"),
+    [
+        (KVCacheConfig(sink=0, window=100), 5e-3),
+        (KVCacheConfig(sink=4, window=100, reposition=True), 5e-3),
+        (
+            KVCacheConfig(
+                k_bits=8, v_bits=8, group_size=32, residual_length=16,
+                sink=4, window=100, reposition=True,
+            ),
+            2e-2,
+        ),
+    ],
+    ids=["no sinks", "sinks", "int8"],
+)  # fmt: skip
+def test_a_stream_from_far_on_says_what_it_says_from_the_start(
+    start: int, config: KVCacheConfig, loose: float
+) -> None:
+    model, tokens = tiny(), random_tokens(700)
+    caches, late = build(model, config), build(model, config)
+    for cache in late if config.sink == 0 else []:
+        cache._rebased = 250 - REBASE_AT
+    calls = [90, 60, 1, 1, 1]
+    want, got = (logits(model, tokens, c, calls) for c in (caches, late))
+    jump(late, start)
+    if config.sink:
+        # Sinks are where they are; what follows them is far on. Two layers see two windows back.
+        for cache in late:
+            cache._rebased -= REBASE_AT - 250
+    assert late[0].seen > start * 0.99 and late[0].offset == REBASE_AT - 250 + 153
+    calls = [*[1] * 60, 7, 90, *[1] * 40, 350]
+    want, got = (logits(model, tokens[:, 153:], c, calls) for c in (caches, late))
+    assert late[0].offset < REBASE_AT and late[0].seen == caches[0].seen + late[0].seen - 700
+    off = np.abs(got - want).max(axis=1) / np.abs(want).max()
+    assert off[210 if config.sink else 0 :].max() < loose
+
+
+def test_far_on_is_wrong_without_rebasing() -> None:
+    """The comparison above can fail."""
+    model, tokens = tiny(), random_tokens(300)
+    caches, late = build(model, STREAM), build(model, STREAM)
+    for cache in late:
+        cache._rebased, cache.rebase_at = -(10**8), None
+    want, got = (logits(model, tokens, c, [1] * 300) for c in (caches, late))
+    off = np.abs(got - want).max(axis=1) / np.abs(want).max()
+    assert np.median(off[10:]) > 0.2
+
+
+def test_the_whole_of_a_long_call_is_at_the_old_positions() -> None:
+    """A call that crosses the limit, several times over."""
+    model, tokens = tiny(), random_tokens(400)
+    caches, late = build(model, STREAM), build(model, STREAM)
+    for cache in late:
+        cache._rebased = 100 - REBASE_AT
+    want, got = (logits(model, tokens, c, [50, 300, 50]) for c in (caches, late))
+    assert np.abs(got - want).max() < 5e-3 * np.abs(want).max()
+    assert [rebased_by(n, REBASE_AT) // REBASE_BY for n in (0, REBASE_AT - 1)] == [0, 0]
+    assert [rebased_by(REBASE_AT + n, REBASE_AT) for n in (0, REBASE_BY - 1)] == [REBASE_BY] * 2
+    assert rebased_by(REBASE_AT + 3 * REBASE_BY, REBASE_AT) == 4 * REBASE_BY
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_packed_keys_are_turned_to_half_a_step(bits: int | None) -> None:
+    config = KVCacheConfig(
+        k_bits=bits, v_bits=4, group_size=32, residual_length=16, sink=4, window=100
+    )
+    cache = build(tiny(), config)[0]
+    keys = mx.random.normal((1, 2, 300, 32), key=mx.random.key(2))
+    cache.update_and_fetch(keys, keys)
+    cache.state  # moves the chunk into its place
+    cache.packed_attention = False
+    before = [dense(x) for x in cache.keys_and_values()]
+    cache._to_turn = REBASE_BY
+    cache.state
+    after = [dense(x) for x in cache.keys_and_values()]
+    np.testing.assert_array_equal(after[1], before[1])
+    np.testing.assert_array_equal(after[0][:, :, :4], before[0][:, :, :4])
+    turned = dense(cache.rotation.turned(mx.array(before[0], mx.float32), -REBASE_BY))
+    off = np.abs(after[0] - turned)[:, :, 4:]
+    packed = off.shape[2] - (300 - 4 - cache.plan.groups(300) * 32)
+    assert off[:, :, packed:].max() < 1e-5
+    assert off[:, :, :packed].max() < (1e-5 if bits is None else np.ptp(turned) / 15 / 2 * 1.1)
+    assert np.abs(turned - before[0]).max() > 1
+
+
+def test_layers_of_a_trained_window_rebase_with_the_others() -> None:
+    model = tiny(4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=40)
+    tokens = random_tokens(400)
+    caches, late = build(model, STREAM), build(model, STREAM)
+    assert {cache.plan.window for cache in late} == {40, 72}
+    for cache in late:
+        cache._rebased = 200 - REBASE_AT
+    calls = [100, *[1] * 150, 150]
+    want, got = (logits(model, tokens, c, calls) for c in (caches, late))
+    assert np.abs(got - want).max() < 5e-3 * np.abs(want).max()
+    assert {cache.offset for cache in late} == {REBASE_AT + 200 - REBASE_BY}
+
+
+def test_caches_without_bound_never_rebase() -> None:
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40}
+    for model in (tiny(), tiny(**sliding)):
+        assert {c.rebase_at for c in build(model, KVCacheConfig())} == {None}
+
+
+def test_a_window_beyond_the_limit_stays_whole() -> None:
+    caches = build(tiny(), KVCacheConfig(sink=4, window=2**20))
+    assert {c.rebase_at for c in caches} == {2**20 + 4 + REBASE_BY}
+
+
+def test_vanilla_sinks_stay_as_far_as_the_window_at_least() -> None:
+    cache = build(tiny(), KVCacheConfig(sink=4, window=100))[0]
+    keys = mx.random.normal((1, 2, 120, 32), key=mx.random.key(2))
+    cache.update_and_fetch(keys, keys)
+    cache._rebased -= REBASE_AT
+    cache.update_and_fetch(keys[:, :, :1], keys[:, :, :1])
+    assert cache.offset == REBASE_AT - REBASE_BY + 121
+    cache.packed_attention = False
+    cache.state
+    sinks = dense(cache.keys_and_values()[0])[:, :, :4]
+    np.testing.assert_array_equal(sinks, dense(keys)[:, :, :4])
+
+
+def test_trim_and_restore_work_across_a_rebase() -> None:
+    model, tokens = tiny(), random_tokens(400)
+    config = KVCacheConfig(k_bits=8, v_bits=8, group_size=32, sink=4, window=100, reposition=True)
+    caches = build(model, config)
+    model(tokens[:, :300], cache=caches)
+    for cache in caches:
+        cache._rebased = 302 - REBASE_AT
+    jump(caches, 2**20)
+    model(tokens[:, 300:304], cache=caches)
+    assert caches[0].offset == REBASE_AT - REBASE_BY + 2
+    trimmed = copy.deepcopy(caches)
+    assert [cache.trim(3) for cache in trimmed] == [3, 3]
+    assert trimmed[0].offset == REBASE_AT - REBASE_BY - 1
+    again = [QuantizedStreamingCache.from_state([a[...] for a in c.state]) for c in trimmed]
+    for cache in again:
+        assert cache.offset == trimmed[0].offset
+    want = logits(model, tokens[:, 301:], trimmed, [*[1] * 30, 69])
+    got = logits(model, tokens[:, 301:], again, [*[1] * 30, 69])
+    np.testing.assert_allclose(got, want, atol=1e-3)
+
+
+# Rotations and errors
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dims": 3, "base": 1e4},
+        {"dims": -2, "base": 1e4},
+        {"dims": True, "base": 1e4},
+        {"dims": 4},
+        {"dims": 4, "base": 0.0},
+        {"dims": 4, "base": float("inf")},
+        {"dims": 4, "base": 1e4, "scale": float("nan")},
+        {"dims": 4, "base": 1e4, "freqs": (1.0, 2.0)},
+        {"dims": 4, "freqs": (1.0,)},
+        {"dims": 4, "freqs": (1.0, float("nan"))},
+        {"dims": 4, "freqs": (1.0, 0.0)},
+        {"dims": 4, "base": 1e4, "traditional": 1},
+    ],
+)
+def test_a_rotation_that_can_not_be_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="rotation"):
+        Rotation(**fields)
+
+
+def test_a_model_of_ones_own_streams_and_does_not_reposition() -> None:
+    class Own(nn.Module):
+        layers = [object()]
+
+    assert build(Own(), STREAM)[0].rebase_at is None
+    with pytest.raises(ValueError, match="no model of mlx_lm"):
+        build(Own(), STREAM.replace(reposition=True))

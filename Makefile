@@ -22,7 +22,7 @@ MODEL := models/SmolLM2-135M-Instruct
 
 demo: model
 	$(RUN) -m mlx_kivi.generate --model $(MODEL) \
-	  --prompt "Give me three tips for growing tomatoes." --max-tokens 200 \
+	  --prompt "How do I grow tomatoes?" --max-tokens 200 \
 	  --kv-quantize int4 --streaming-llm-sink 4 --streaming-llm-window 1024
 
 # One BLAS thread a worker: the workers already share the cores.

@@ -31,7 +31,9 @@ def fill(model: Any, cache: list[Any], tokens: int, dtype: mx.Dtype) -> None:
             mx.eval(layer.state)
 
 
-def decode(model: Any, filled: dict[str, list[Any]], steps: int, burst: int = 4) -> dict[str, float]:
+def decode(
+    model: Any, filled: dict[str, list[Any]], steps: int, burst: int = 4
+) -> dict[str, float]:
     """Median milliseconds of a token by cache: bursts, each the loop of mlx_lm's generate_step."""
     times: dict[str, list[float]] = {name: [] for name in filled}
     for step in range(steps + 1):

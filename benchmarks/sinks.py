@@ -2,10 +2,12 @@
 
 The table of the StreamingLLM paper (arXiv:2309.17453, table 2) on our model: window attention
 with 0, 1, 2, … sinks, where they are in the text and re-positioned, in full precision and packed;
-beside full attention, and beside the window computed again for each token. Then the time of a
-token against that recomputation, with caches of the same size.
+beside full attention, and beside the window computed again for each token. With --far, also what
+sinks are worth when the rest of the text is so many tokens away from them. Then the time of a
+token against recomputation, with caches of the same size.
 
     python benchmarks/sinks.py --text FILE [--tokens 2048] [--window 256] [--plot FILE.png]
+        [--far 0 8000 32000]
 """
 
 from __future__ import annotations
@@ -73,6 +75,17 @@ def speed(model: Any, size: int, kinds: list[str], dtype: mx.Dtype) -> dict[str,
     return {**milliseconds, "recomputation": float(np.median(times[1:]))}
 
 
+def far_away(
+    model: Any, cache: list[Any], tokens: mx.array, chunk: int, tokens_between: int
+) -> np.ndarray:
+    """`nats` after the sinks, as if a text of so many tokens had come and gone between."""
+    sink = cache[0].config.sink
+    nats(model, cache, tokens[: sink + 1], chunk, "sinks")
+    for layer in cache:
+        layer._rebased -= tokens_between
+    return nats(model, cache, tokens[sink:], chunk, f"{tokens_between:,} tokens away")
+
+
 def _name(kind: str, reposition: bool) -> str:
     return f"{kind}, re-positioned" if reposition else kind
 
@@ -104,6 +117,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256, help="Default: 256")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--caches", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument(
+        "--far", type=int, nargs="*", default=[], help="Tokens between 4 sinks and the rest"
+    )
     parser.add_argument("--chunk", type=int, default=32, help="Tokens a call. Default: 32")
     parser.add_argument(
         "--recompute", type=int, default=64, help="Tokens recomputed, of all. Default: 64"
@@ -123,7 +139,7 @@ def main() -> None:
         parser.error(f"--text has {tokens.size} tokens: use a --first between --window and that")
 
     def perplexity(values: np.ndarray) -> float:
-        return float(np.exp(values[first - 1 :].mean()))
+        return float(np.exp(values[first - tokens.size :].mean()))
 
     full = nats(model, caches(model, "stock"), tokens, args.chunk, "full attention")
     lines = {"full attention": perplexity(full)}
@@ -155,6 +171,20 @@ def main() -> None:
         f"full attention {lines['full attention']:.2f}, "
         f"recomputation {lines['recomputation']:.2f} (± {error:.1%}, {len(at)} tokens)"
     )
+    far: dict[str, dict[int, float]] = {}
+    for kind in args.caches if args.far else []:
+        for reposition in (False, True):
+            config = KVCacheConfig.from_name(kind, window=args.window, reposition=reposition)
+            row = far[_name(kind, reposition)] = {}
+            for distance in args.far:
+                cache = make_prompt_cache(model, config)
+                row[distance] = perplexity(far_away(model, cache, tokens, args.chunk, distance))
+    if far:
+        print(f"The same with {config.sink} sinks and so many tokens between them and the rest")
+        table(
+            ["cache", *(f"{n:,}" for n in args.far)],
+            [[name, *(f"{p:.2f}" for p in row.values())] for name, row in far.items()],
+        )
     milliseconds = speed(model, args.speed, args.caches, dtype)
     print(f"Time of a token, {args.speed:,} tokens cached or recomputed")
     again = milliseconds["recomputation"]
@@ -173,6 +203,7 @@ def main() -> None:
         dtype=args.dtype,
         perplexity={**lines, **rows},
         recomputation_error=error,
+        far=far,
         speed_size=args.speed,
         milliseconds=milliseconds,
     )

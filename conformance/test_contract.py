@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .contract.kinds import (
     DIM,
@@ -186,8 +186,10 @@ def test_a_state_holds_what_is_live_and_its_arrays_stay_as_they_were(kind: Kind)
         # Whole steps of 256 tokens, and all slots of a bounded cache, are allocated at once.
         assert sum(a.nbytes for a in state[1:]) <= cache.nbytes
         assert state[1].shape[2] <= min(cache.offset, cache.keys.shape[2])
-        feed(cache, 1)
-        assert all(mx.array_equal(a, b) for a, b in zip(state, before, strict=True))
+        for one in (copy.deepcopy(cache), restored(cache), restored(cache)):
+            one.state = state
+            feed(one, 100, *[1] * 40, seed=1)
+            assert all(mx.array_equal(a, b) for a, b in zip(state, before, strict=True))
 
 
 @our_kinds
@@ -209,13 +211,26 @@ def test_tokens_of_another_shape_are_refused_and_change_nothing(kind: Kind) -> N
 @our_kinds
 def test_nothing_that_mlx_lm_takes_for_its_own_quantised_cache_is_there(kind: Kind) -> None:
     """`bits` would make mlx-lm's attention read tuples, `to_quantized` replace the cache."""
-    assert not any(hasattr(kind.make(), name) for name in ("bits", "group_size", "to_quantized"))
+    assert not any(hasattr(kind.make(), name) for name in ("bits", "group_size"))
+    for name in ("to_quantized", "merge"):
+        assert hasattr(kind.make(), name) == (kind.name == "full")
 
 
 @our_kinds
 def test_reading_an_empty_cache_says_what_is_missing(kind: Kind) -> None:
     with pytest.raises(ValueError, match="empty: call update_and_fetch first"):
         kind.make().keys_and_values()
+
+
+def test_in_full_precision_mlx_lms_own_quantised_cache_can_follow() -> None:
+    ours, stock = next(k for k in OURS if k.name == "full").make(), KVCache()
+    for cache in (ours, stock):
+        feed(cache, 5, 20, 1)
+    pair = [c.to_quantized(group_size=32, bits=8) for c in (ours, stock)]
+    assert [type(c) for c in pair] == [QuantizedKVCache] * 2
+    got, want = (feed(c, 3) for c in pair)
+    for x, y in zip(arrays_of(got), arrays_of(want), strict=True):
+        assert mx.array_equal(x, y)
 
 
 def test_the_stock_cache_and_ours_in_full_precision_return_the_same() -> None:

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +244,17 @@ def test_both_command_lines_go_on_from_a_prompt_cache_file(
     ours = capsys.readouterr().out
     assert theirs == ours
     assert len(theirs) > 5
+
+    agreeing = ("--kv-quantize", "int4", "--kv-group-size", "32", "--streaming-llm-window", "90")
+    kivi_generate([*ask, "--verbose", "F", *agreeing])
+    assert capsys.readouterr().out == ours
+    for flags, field in (
+        (("--kv-quantize", "int8"), "k_bits"),
+        (agreeing[:4], "window"),
+        ((*agreeing, "--streaming-llm-sink", "2"), "sink"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            kivi_generate([*ask, *flags])
+        error = capsys.readouterr().err.strip()
+        assert ended.value.code in (1, 2)
+        assert "\n" not in error and "--prompt-cache-file" in error and field in error

@@ -10,7 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step, speculative_generate_step, stream_generate
+from mlx_lm.generate import (
+    BatchGenerator,
+    batch_generate,
+    generate,
+    generate_step,
+    speculative_generate_step,
+    stream_generate,
+)
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -44,7 +51,10 @@ def speculative(
 
 @pytest.mark.parametrize(
     ("name", "drafts"),
-    [*((name, 3) for name in POLICIES), *((n, d) for n in ("int4", "int4-bounded") for d in (1, 9))],
+    [
+        *((name, 3) for name in POLICIES),
+        *((n, d) for n in ("int4", "int4-bounded") for d in (1, 9)),
+    ],
 )
 def test_a_draft_model_changes_no_token(
     name: str, drafts: int, llama: nn.Module, draft: nn.Module
@@ -122,7 +132,7 @@ def test_a_draft_model_changes_no_token_of_sliding_window_models(module: str) ->
     model = make()
     tokens = prompt(110, 32)
     draft = perturbed(model, make(), 0.02)
-    for name in POLICIES:
+    for name in ("full", "int4", "int4-bounded"):
         with mlx_kivi.patched(POLICIES[name]):
             want = greedy(model, tokens, 50)
             got, accepted = speculative(model, draft, tokens, 50, num_draft_tokens=3)
@@ -150,6 +160,30 @@ def test_a_draft_model_needs_caches_that_nothing_was_evicted_from(
         run(llama, caches[:2], [prompt(100)])
         with pytest.raises(ValueError, match="trimmable"):
             speculative(llama, draft, prompt(3), 5, prompt_cache=caches)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("policy", [KVCacheConfig(), KVCacheConfig(sink=0, window=60)])
+def test_a_batch_in_full_precision_gives_the_tokens_of_each_prompt_alone(
+    policy: KVCacheConfig, llama: nn.Module, tokenizer: TokenizerWrapper
+) -> None:
+    prompts = [prompt(n).tolist() for n in (90, 12, 61)]
+    with mlx_kivi.patched(policy):
+        together = batch_generate(llama, tokenizer, prompts, max_tokens=40).texts
+        alone = [generate(llama, tokenizer, p, max_tokens=40) for p in prompts]
+    assert together == alone
+    assert len(set(alone)) == 3
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "bounded", "int4-bounded"])
+def test_a_batch_of_packed_caches_or_with_sinks_is_refused(name: str, llama: nn.Module) -> None:
+    with mlx_kivi.patched(POLICIES[name]):
+        batch = BatchGenerator(llama, max_tokens=4)
+        batch.insert([prompt(n).tolist() for n in (9, 12)])
+        with pytest.raises(ValueError, match="support batching"):
+            batch.next_generated()
 
 
 # Prompts used again, as mlx_lm.server does

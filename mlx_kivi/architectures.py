@@ -7,6 +7,7 @@ same packed storage. Names are modules of `mlx_lm.models`.
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -62,6 +63,10 @@ PACKED = set(
 # gear is in neither: its own settings decide, so it is probed.
 
 
+# Up to mlx-lm 0.31 these read the arrays of another layer out of its cache's state.
+_READ_STATE = {"afm7", "gemma3n"}
+
+
 def module_names(model: Any) -> list[str]:
     """The modules of ``mlx_lm.models`` that a model, and a language model inside it, come from."""
     names = []
@@ -75,9 +80,9 @@ def module_names(model: Any) -> list[str]:
 def takes_packed(model: Any) -> bool:
     """Whether the model's attention can be given handles in place of arrays.
 
-    Modules in the tables above are known. Any other is probed, once a class and its settings: a
-    few calls on packed caches are built, not computed, and a model that does anything with a
-    handle but pass it on gets arrays.
+    Modules in the tables above are known. Any other is probed, once a class and its settings
+    (``args``): a few calls on packed caches are built, not computed, and a model that does
+    anything with a handle but pass it on gets arrays.
     """
     names = module_names(model)
     if any(name in DENSE for name in names):
@@ -87,12 +92,21 @@ def takes_packed(model: Any) -> bool:
     return _probe(model)
 
 
+def reads_state(model: Any) -> bool:
+    """Whether the model looks into its caches, and so needs those of mlx_lm."""
+    old = not hasattr(mlx_caches.KVCache, "keys_and_values")
+    return old and not _READ_STATE.isdisjoint(module_names(model))
+
+
 _PROBE = KVCacheConfig(k_bits=8, v_bits=8, group_size=32, residual_length=0, sink=0)
 _probed: dict[tuple[type, str], bool] = {}
 
 
 def _probe(model: Any) -> bool:
-    key = (type(model), repr(getattr(model, "args", None)))
+    settings = getattr(model, "args", None)
+    if not is_dataclass(settings):  # two models of a class may differ in what can't be compared
+        return _runs_on_handles(model)
+    key = (type(model), repr(settings))
     if key not in _probed:
         _probed[key] = _runs_on_handles(model)
     return _probed[key]

@@ -23,7 +23,7 @@ def has_counterpart(config: KVCacheConfig) -> bool:
 def counterpart(cache: Any) -> KVCache | RotatingKVCache:
     """A cache of mlx_lm with the tokens of ours, one whose policy has a counterpart."""
     window = cache.config.window
-    stock = KVCache() if window is None else RotatingKVCache(max_size=window)
+    stock: Any = KVCache() if window is None else RotatingKVCache(max_size=window)
     if not cache.empty():
         twin = copy.deepcopy(cache)
         twin.packed_attention = False  # arrays, not handles

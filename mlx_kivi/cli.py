@@ -70,7 +70,9 @@ def one_line_errors(prog: str) -> Iterator[None]:
         if os.environ.get("MLX_KIVI_TRACEBACK"):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        fail(prog, f"{text} ({type(error).__name__}; MLX_KIVI_TRACEBACK=1 shows where)", 1)
+        if not isinstance(error, ValueError):
+            text += f" ({type(error).__name__}; MLX_KIVI_TRACEBACK=1 shows where)"
+        fail(prog, text, 1)
 
 
 def fail(prog: str, message: str, code: int) -> None:

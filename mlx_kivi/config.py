@@ -247,7 +247,8 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
     if group_size is not None:
         given["group_size"] = group_size
     try:
-        config = KVCacheConfig.from_name(args.kv_quantize or "none", **given)
+        name = "none" if args.kv_quantize is None else args.kv_quantize
+        config = KVCacheConfig.from_name(name, **given)
     except ValueError as error:
         raise ValueError(_in_flags(str(error))) from None
     try:

@@ -7,7 +7,7 @@ from typing import Any
 from mlx_lm.models import cache as mlx_caches
 
 from . import hooks, positions, rope
-from .architectures import INDEXED, module_names, takes_packed
+from .architectures import INDEXED, module_names, reads_state, takes_packed
 from .config import KVCacheConfig, with_max_kv_size
 from .counted_keys import counting
 from .quantized_streaming_cache import QuantizedStreamingCache
@@ -48,6 +48,10 @@ def make_prompt_cache(
 def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> list[Any]:
     """`make_prompt_cache` without touching mlx_lm."""
     config = with_max_kv_size(config, max_kv_size)
+    if reads_state(model):
+        if config.reposition:
+            raise _no_reposition(model, "with this mlx-lm it needs the caches of mlx_lm")
+        return own_caches(model)
     packed = takes_packed(model)
     indexed = any(name in INDEXED for name in module_names(model))
     caches = convert_all(own_caches(model), config, packed_attention=packed, indexed=indexed)
@@ -68,8 +72,7 @@ def _give_rotations(model: Any, config: KVCacheConfig, caches: list[Any]) -> Non
             raise ValueError("it computes on cached keys itself")
     except ValueError as error:
         if config.reposition:
-            name = (module_names(model) or [type(model).__module__])[-1]
-            raise ValueError(f"reposition=True can't serve {name}: {error}; leave it out") from None
+            raise _no_reposition(model, str(error)) from None
         return
     leaves = [
         (leaf, rotation)
@@ -81,6 +84,11 @@ def _give_rotations(model: Any, config: KVCacheConfig, caches: list[Any]) -> Non
     limit = rope.rebase_at(model, [cache.plan for cache, _ in ours], others)
     for cache, rotation in ours:
         cache.rotation, cache.rebase_at = rotation, limit
+
+
+def _no_reposition(model: Any, reason: str) -> ValueError:
+    name = (module_names(model) or [type(model).__module__])[-1]
+    return ValueError(f"reposition=True can't serve {name}: {reason}; leave it out")
 
 
 def convert_all(

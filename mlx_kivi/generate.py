@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from . import cli, hooks, loading, positions, report
+from . import cli, hooks, loading, positions, prompt_file, report
 from .config import KVCacheConfig
 from .factory import build
 from .patch import patched
@@ -57,8 +57,8 @@ def run(
     mlx_stream = mlx_generate.stream_generate
 
     def load(path: str, **kwargs: Any) -> Any:
-        if "return_config" not in kwargs:  # as mlx_lm's main asks for a draft
-            return loading.load(mlx_load, path, flag="--draft-model", **kwargs)
+        if not kwargs:  # as mlx_lm's main asks for the draft
+            return loading.load(mlx_load, path, flag="--draft-model")
         return loading.load(mlx_load, path, args, **kwargs)
 
     def generate(model: Any, tokenizer: Any, prompt: Any, **kwargs: Any) -> Any:
@@ -95,12 +95,13 @@ def _generate(
     verbose = kwargs.get("verbose", False)
     draft = kwargs.get("draft_model")
     caches = kwargs.get("prompt_cache")
-    if caches is None and config is not None:
-        size = kwargs.get("max_kv_size") if config.window is None else None
+    if config is not None:
         try:
-            caches = build(model, config, size)
-            if draft is not None:
-                caches = caches + build(draft, config)
+            built = build(model, config)
+            if caches is not None:
+                prompt_file.check(caches, built)
+            else:
+                caches = built + ([] if draft is None else build(draft, config))
         except ValueError as error:
             raise cli.CommandError(str(error), 2) from None
         kwargs["prompt_cache"] = caches

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -134,6 +134,9 @@ class RestartingCache(QuantizedStreamingCache):
         if self._dropped and n > self.offset - self.plan.sink:
             return False
         return super().can_trim(n)
+
+    def _in_full_precision(self, method: Callable[..., Any]) -> NoReturn:
+        raise AttributeError("mlx_lm has no counterpart of a cache that restarts")
 
     @property
     def state(self) -> list[mx.array]:

@@ -104,7 +104,7 @@ class QuantizedStreamingCache:
         """Queries of a short call that come before the next group is packed, 0 if all or none do.
 
         Short calls are steps of decoding: a draft that is checked at once has to see, token by
-        token, what single steps would see.
+        token, what single steps would see. Arrays can't say so: they show all rows the same.
         """
         due = self.plan.until_packing(self._count)
         if due is None or not due < length <= TRIM_MARGIN:

@@ -157,7 +157,8 @@ def read_stores(
     Raises:
         ValueError: if one array is missing, too many, or of another shape or type.
     """
-    plan, slots, rest = header.plan, header.store_slots, list(arrays)
+    plan, slots = header.plan, header.store_slots
+    rest = [a[...] for a in arrays]  # the caches of one state write to arrays of their own
     if slots:
         capacity = plan.room(slots)
         for store, like in zip(stores, ring, strict=True):
@@ -172,9 +173,7 @@ def read_stores(
 
 
 def live_arrays(store: GroupStore, slots: int, like: mx.array) -> list[mx.array]:
-    """The arrays of a store, cut to its first ``slots`` slots."""
-    if slots == store.capacity:
-        return store.live_arrays()
+    """The arrays of a store, cut to its first ``slots`` slots; later writes don't change them."""
     whole = store.live_arrays()
     shapes = [shape for shape, _ in _shapes(store, slots, like)]
     return [a[tuple(slice(n) for n in s)] for a, s in zip(whole, shapes, strict=True)]
@@ -196,4 +195,4 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 def _padded(x: mx.array, length: int) -> mx.array:
     more = length - x.shape[2]
-    return x if more == 0 else mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])
+    return x[...] if more == 0 else mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])

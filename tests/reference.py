@@ -37,7 +37,9 @@ policies = st.builds(
     window=st.none() | st.integers(1, 30) | st.integers(31, 200),
 )
 bounds = st.builds(
-    KVCacheConfig, sink=st.integers(0, 9), window=st.none() | st.integers(1, 12) | st.integers(9, 99)
+    KVCacheConfig,
+    sink=st.integers(0, 9),
+    window=st.none() | st.integers(1, 12) | st.integers(13, 99),
 )
 lengths = st.just(1) | st.integers(1, 12) | st.integers(13, 150)
 splits = st.lists(lengths, min_size=1, max_size=14)
@@ -62,9 +64,7 @@ def dense(x: mx.array) -> np.ndarray:
 # What a query may see
 
 
-def allowed(
-    queries: np.ndarray, keys: np.ndarray, sink: int, window: int | None
-) -> np.ndarray:
+def allowed(queries: np.ndarray, keys: np.ndarray, sink: int, window: int | None) -> np.ndarray:
     """The rule, over positions: the sinks and (query - window, query]. [queries, keys]"""
     q, k = queries[:, None], keys[None]
     rule = k <= q
@@ -251,6 +251,9 @@ class Model:
         self.tokens = [np.zeros(x.shape) for x in (stream.k, stream.v)]
         self.content = [x.copy() for x in self.tokens]
         self.packed = [np.zeros(stream.length, bool) for _ in range(2)]
+        # What trims left of groups that may have been packed: where, and their half steps then.
+        self.returned = np.zeros(stream.length, bool)
+        self.bound = [x.copy() for x in self.tokens]
         self.take_tokens()
 
     def take_tokens(self) -> None:
@@ -263,8 +266,9 @@ class Model:
     def copy(self) -> Model:
         twin = copy.copy(self)
         twin.stream = copy.copy(self.stream)
-        for which in ("tokens", "content", "packed"):
-            setattr(twin, which, [x.copy() for x in getattr(self, which)])
+        for name in ("tokens", "content", "packed", "bound"):
+            setattr(twin, name, [x.copy() for x in getattr(self, name)])
+        twin.returned = self.returned.copy()
         return twin
 
     def append(self, cache: QuantizedStreamingCache, rows: int) -> None:
@@ -309,30 +313,42 @@ class Model:
         assert not self.packed[which][moved].any(), "packed tokens changed again"
         assert moved.min() >= sink, f"sink {moved[0]} is quantised"
         ends = sink + ((moved - sink) // self.config.group_size + 1) * self.config.group_size
-        assert ends.max() <= begin - self.config.residual_length, (
-            f"position {moved.max()} of the residual before {begin} is quantised"
-        )
-        # A group whose tokens were partly taken back from packed ones spans both contents.
-        stop = ends.max()
-        both = [x[:, :, :stop] for x in (content, tokens)]
-        bound = np.maximum(*(half_step(self.config, which, x, sink) for x in both))
+        due = ends <= begin - self.config.residual_length
+        assert (due | self.returned[moved]).all(), f"the residual before {begin} is quantised"
         error = np.abs(held[:, :, changed] - content[:, :, moved])
         size = np.abs(tokens[:, :, moved])
-        limit = bound[:, :, moved] * 1.05 + self.eps * size + 1e-6
+        limit = self._half_steps(which)[:, :, moved] * 1.05 + self.eps * size + 1e-6
         assert (error <= limit).all(), f"off by {(error - limit).max()} more than half a step"
         content[:, :, moved] = held[:, :, changed]
-        self.packed[which][moved] = True
+        self.packed[which][moved[due]] = True
+
+    def _half_steps(self, which: int) -> np.ndarray:
+        """The widest that a group can have: of its content, of its tokens, or before a trim."""
+        both = [x[which][:, :, : self.offset] for x in (self.content, self.tokens)]
+        steps = [half_step(self.config, which, x, self.config.sink) for x in both]
+        return np.maximum(np.maximum(*steps), self.bound[which][:, :, : self.offset])
 
     def trimmed(self, n: int) -> None:
         """The cache has forgotten the last n tokens; others will follow."""
-        self.offset -= n
-        self.stream.redraw(self.offset)
+        if n <= 0:
+            return
+        kept = self.offset - n
+        self.returned[: self._groups_end()] = True
+        self.returned[kept:] = False
+        for which in range(2):
+            self.bound[which][:, :, : self.offset] = self._half_steps(which)
+            self.bound[which][:, :, kept:] = 0
+        self.offset = kept
+        self.stream.redraw(kept)
         self.take_tokens()
-        # Groups that reach into the residual are open again.
-        full = max(0, self.offset - self.config.sink - self.config.residual_length)
-        reopened = self.config.sink + full // self.config.group_size * self.config.group_size
         for packed in self.packed:
-            packed[reopened:] = False
+            packed[self._groups_end() :] = False  # open again
+
+    def _groups_end(self) -> int:
+        """Where the last group ends that may be packed by now."""
+        config = self.config
+        full = max(0, self.offset - config.sink - config.residual_length)
+        return config.sink + full // config.group_size * config.group_size
 
 
 def follow(cache: QuantizedStreamingCache, stream: Stream, chunks: list[int]) -> Model:

@@ -16,6 +16,7 @@ from reference import (
     as_rule,
     attention,
     dense,
+    follow,
     hooked,
     policies,
     run,
@@ -40,11 +41,15 @@ def _hooked(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
 
 
+def new_cache(name: str, packed: bool = True, **fields: Any) -> QuantizedStreamingCache:
+    config = KVCacheConfig.from_name(name, **{"group_size": 32, **fields})
+    return QuantizedStreamingCache(config, packed_attention=packed)
+
+
 def filled(
     stream: Stream, chunks: list[int], packed: bool = True, **fields: Any
 ) -> QuantizedStreamingCache:
-    fields = {"k_bits": 4, "v_bits": 4, "group_size": 32, "residual_length": 8, **fields}
-    cache = QuantizedStreamingCache(KVCacheConfig(**fields), packed_attention=packed)
+    cache = new_cache("int4", packed, **{"residual_length": 8, **fields})
     run(cache, stream, chunks)
     return cache
 
@@ -251,3 +256,41 @@ def test_queries_of_large_scores_do_not_overflow() -> None:
     assert isinstance(cache.keys_and_values()[0], CacheHandle)
     expected = attention(dense(stream.q[:, :, 120:]), keys, values, np.ones((1, 121), bool))
     np.testing.assert_allclose(dense(out), expected, rtol=0, atol=0.02)
+
+
+# Types
+
+
+@pytest.mark.parametrize("storage", ["float16", "bfloat16", "float32", None])
+@pytest.mark.parametrize("model", TYPES)
+@pytest.mark.parametrize("name", ["none", "int8", "int3"])
+def test_storage_of_any_type_returns_the_types_of_the_model(
+    name: str, model: mx.Dtype, storage: str | None
+) -> None:
+    stream = Stream(150, 1, 2, dtype=model)
+    for packed in (True, False):
+        cache = new_cache(name, packed, dtype=storage, window=120)
+        follow(cache, stream, [100, 1, 40, 1, 8])
+        keys, values = cache.keys_and_values()
+        assert keys.dtype == values.dtype == model
+        kept = {a.dtype for a in (cache.keys, cache.values)}
+        assert kept == {getattr(mx, storage) if storage else model}
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_is_finite_and_near_float32_with_large_keys(dtype: mx.Dtype) -> None:
+    """Scores of some hundreds, one channel biased by 900."""
+    exact = Stream(140, 1, 2, 64, 64)
+    exact.k = exact.k * 3
+    exact.k[..., 5] += 900
+    exact.q[..., 5] *= 0.01
+    half = Stream(140, 1, 2, 64, 64, dtype=dtype)
+    half.q, half.k, half.v = (x.astype(dtype) for x in (exact.q, exact.k, exact.v))
+    rounded = Stream(140, 1, 2, 64, 64)
+    rounded.q, rounded.k, rounded.v = (x.astype(mx.float32) for x in (half.q, half.k, half.v))
+    full = run(new_cache("none"), rounded, [120] + [1] * 20)
+    ours = run(new_cache("int8", residual_length=8), half, [120] + [1] * 20)
+    assert ours[-1].dtype == dtype
+    for a, b in zip(ours[1:], full[1:], strict=True):
+        assert mx.isfinite(a).all()
+        np.testing.assert_allclose(dense(a), dense(b), rtol=0, atol=0.1)

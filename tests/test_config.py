@@ -163,9 +163,7 @@ def test_describe_says_what_is_in_force(config: KVCacheConfig, words: list[str])
 @pytest.mark.parametrize("head_dim", HEAD_SIZES)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_value_groups_are_legal_and_the_cheapest(
-    head_dim: int, group_size: int, bits: int
-) -> None:
+def test_value_groups_are_legal_and_the_cheapest(head_dim: int, group_size: int, bits: int) -> None:
     def cost(group: int, padded: int) -> float:
         return padded * bits + padded // group * 32  # a scale and a zero of 16 bits
 

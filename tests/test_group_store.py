@@ -34,6 +34,12 @@ def stored_steps(store: GroupStore, x: mx.array, group: int = GROUP) -> np.ndarr
     return scales.repeat(size, axis=-1)[..., : x.shape[-1]]
 
 
+def scored(store: KeyStore, queries: mx.array, keys: np.ndarray) -> np.ndarray:
+    """What ``scores`` promises for these keys: products after the shift is taken off."""
+    shift = 0 if store.shift is None else dense(store.shift)
+    return dense(queries) @ (keys - shift).swapaxes(-1, -2)
+
+
 def check_error(store: GroupStore, x: mx.array, group: int = GROUP) -> None:
     back = store.dense(0, x.shape[2] // group)
     assert back.shape == x.shape and back.dtype == x.dtype
@@ -78,7 +84,7 @@ def test_any_head_size_can_be_stored(head_dim: int, group: int, bits: int) -> No
     queries = mx.random.normal((2, 3, 5, head_dim), key=mx.random.key(2))
     keys = filled(KeyStore(bits, group), x, group)
     check_error(keys, x, group)
-    expected = dense(queries) @ dense(keys.dense(0, 128 // group)).swapaxes(-1, -2)
+    expected = scored(keys, queries, dense(keys.dense(0, 128 // group)))
     np.testing.assert_allclose(dense(keys.scores(queries)), expected, rtol=0, atol=1e-4)
 
 
@@ -105,7 +111,7 @@ def test_products_with_a_store_are_those_with_its_dense_tokens(
     keys, values = filled(KeyStore(bits, GROUP), x), filled(ValueStore(bits, GROUP), x)
     # dense() rounds to the type of the data, the products don't.
     loose = {mx.float32: 1e-4, mx.float16: 0.05, mx.bfloat16: 0.4}[dtype]
-    expected = dense(queries) @ dense(keys.dense(0, 3)).swapaxes(-1, -2)
+    expected = scored(keys, queries, dense(keys.dense(0, 3)))
     np.testing.assert_allclose(dense(keys.scores(queries)), expected, rtol=0, atol=loose)
     expected = dense(weights) @ dense(values.dense(0, 3))
     np.testing.assert_allclose(dense(values.weighted(weights)), expected, rtol=0, atol=loose)
@@ -141,7 +147,7 @@ def test_queries_score_a_biased_channel_as_its_tokens_do(dtype: mx.Dtype, bits: 
     x = mx.array(x.astype(np.float32)).astype(dtype)
     store = filled(KeyStore(bits, GROUP), x)
     queries = mx.random.uniform(-1, 1, (2, 3, 4, 64), key=mx.random.key(3))
-    exact = dense(queries) @ dense(x).swapaxes(-1, -2)
+    exact = scored(store, queries, dense(x))
     bound = np.abs(dense(queries)) @ (stored_steps(store, x) / 2).swapaxes(-1, -2)
     assert (np.abs(dense(store.scores(queries)) - exact) <= bound + 2e-3).all()
 
@@ -185,9 +191,7 @@ def test_tiny_ranges_and_huge_offsets_are_finite_and_within_half_a_step(
 
 @pytest.mark.parametrize("kind", [KeyStore, ValueStore])
 @pytest.mark.parametrize("bits", [None, 3, 4])
-def test_slots_are_written_and_read_on_their_own(
-    kind: type[GroupStore], bits: int | None
-) -> None:
+def test_slots_are_written_and_read_on_their_own(kind: type[GroupStore], bits: int | None) -> None:
     first, second = normal(128, 64), normal(64, 64, seed=9)
     store = filled(kind(bits, GROUP), first)
     before = store.dense(0, 4)
@@ -229,9 +233,7 @@ def test_a_snapshot_keeps_the_content_of_its_moment(kind: type[GroupStore]) -> N
 
 @pytest.mark.parametrize("kind", [KeyStore, ValueStore])
 @pytest.mark.parametrize("bits", BITS)
-def test_a_store_costs_its_bits_and_two_scales_a_group(
-    kind: type[GroupStore], bits: int
-) -> None:
+def test_a_store_costs_its_bits_and_two_scales_a_group(kind: type[GroupStore], bits: int) -> None:
     x = normal(256, 64)
     store = filled(kind(bits, 64), x, 64)
     values = 2 * 3 * 256 * 64

@@ -23,9 +23,7 @@ configs = st.builds(
 
 
 @given(configs, st.integers(0, 2000))
-def test_the_residual_stays_unpacked_and_little_more_does(
-    config: KVCacheConfig, seen: int
-) -> None:
+def test_the_residual_stays_unpacked_and_little_more_does(config: KVCacheConfig, seen: int) -> None:
     plan = plan_for(config)
     groups = plan.groups(seen)
     assert groups <= plan.groups(seen + 1) <= groups + 1

@@ -145,20 +145,21 @@ def test_nothing_of_mlx_lm_is_changed_afterwards(
     assert policy(tiny_llama) is None
 
 
-def test_what_is_changed_meanwhile_is_five_functions_and_one_name(every_module: list[Any]) -> None:
+def test_what_is_changed_meanwhile_is_code_and_one_name(every_module: list[Any]) -> None:
     before = snapshot(every_module)
     with mlx_kivi.patched():
         during = snapshot(every_module)
     changed = {key for key in {*before, *during} if before.get(key) != during.get(key)}
-    assert {key.rpartition(".")[2] for key in changed} == {
+    functions = {key.rpartition(".")[2] for key in changed if key.endswith(" ()")}
+    assert functions - {"__call__ ()"} == {
         "make_prompt_cache ()",
         "save_prompt_cache ()",
         "load_prompt_cache ()",
         "trim_prompt_cache ()",
         "scaled_dot_product_attention ()",
-        "QuantizedStreamingCache",
-        "cache: names",
     }
+    rest = {key.rpartition(".")[2] for key in changed if not key.endswith(" ()")}
+    assert rest == {"QuantizedStreamingCache", "cache: names"}
 
 
 # What it reaches

@@ -141,9 +141,7 @@ def test_huge_offsets_are_finite_and_within_half_a_step(
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("bits", BITS)
-def test_an_offset_of_900_widens_no_step_of_half_precision_data(
-    dtype: mx.Dtype, bits: int
-) -> None:
+def test_an_offset_of_900_widens_no_step_of_half_precision_data(dtype: mx.Dtype, bits: int) -> None:
     """Data of 16 bits: its own rounding is the only loss, and comes before."""
     x = (900 + mx.random.normal((8, 64), key=mx.random.key(5))).astype(dtype)
     steps, ranges = check(x, bits, 64, dtype)

@@ -62,7 +62,7 @@ def test_the_last_32_tokens_leave_no_trace(
     assert_equal_outputs(*(run(c, stream, more, kept) for c in (trimmed, fresh)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 31, 32])
+@pytest.mark.parametrize("n", [1, 31, 32])
 @pytest.mark.parametrize("name", ["none", "int8", "int2"])
 @pytest.mark.parametrize("window", [None, 40, 150])
 def test_every_offset_around_group_boundaries_can_be_left_again(
@@ -74,7 +74,7 @@ def test_every_offset_around_group_boundaries_can_be_left_again(
     fresh = cache_of(name, window=window, residual_length=8)
     run(cache, stream, [60])
     run(fresh, stream, [60])
-    for begin in range(60, 250, 3):  # goes on by 3 tokens, each time through n more
+    for begin in range(60, 210, 3):  # goes on by 3 tokens, each time through n more
         run(cache, stream, [1, 1, 1] + [1] * n, begin)
         assert cache.trim(n) == n
         run(fresh, stream, [1, 1, 1], begin)
@@ -85,9 +85,7 @@ def test_every_offset_around_group_boundaries_can_be_left_again(
 @pytest.mark.parametrize("chunk", [33, 100, 300])
 @pytest.mark.parametrize("window", [None, 50, 150])
 @pytest.mark.parametrize("name", ["none", "int8"])
-def test_a_chunk_just_appended_can_lose_its_end(
-    name: str, window: int | None, chunk: int
-) -> None:
+def test_a_chunk_just_appended_can_lose_its_end(name: str, window: int | None, chunk: int) -> None:
     stream = Stream(150 + chunk, 1, 2)
     for n in (1, 17, chunk - 1, chunk):
         cache, fresh = cache_of(name, window=window), cache_of(name, window=window)

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import KVCache
 
 from . import stand_ins
 
@@ -27,10 +28,20 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 MLX_LM = version("mlx-lm")
 
 
+# Up to mlx-lm 0.31 these mask a prompt's later chunks without asking their caches.
+_MASKED_BLINDLY = {"minicpm3", "phixtral"}
+
+
 def names() -> list[str]:
     """The modules that we have settings for and that the installed mlx-lm has."""
     installed = {module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
     return [name for name in CONFIGS if name in installed]
+
+
+def bounded() -> list[str]:
+    """Those of them that a window can be put on."""
+    old = not hasattr(KVCache, "keys_and_values")
+    return [name for name in names() if not (old and name in _MASKED_BLINDLY)]
 
 
 @lru_cache(maxsize=2)

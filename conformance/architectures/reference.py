@@ -9,7 +9,7 @@ import numpy as np
 from mlx_lm.models import cache as mlx_caches
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
-from mlx_kivi.architectures import INDEXED, module_names
+from mlx_kivi.architectures import INDEXED, module_names, reads_state
 from mlx_kivi.factory import own_caches
 from mlx_kivi.layout import spans
 
@@ -179,7 +179,8 @@ def reference_caches(model: Any, config: KVCacheConfig) -> list[Any]:
             return mlx_caches.CacheList(*[convert(member) for member in cache.caches])
         return cache
 
-    return [convert(cache) for cache in own_caches(model)]
+    own = own_caches(model)
+    return own if reads_state(model) else [convert(cache) for cache in own]
 
 
 def flat(caches: list[Any]) -> list[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache
 
 import mlx_kivi
 from conformance.architectures import matrix, models
@@ -101,25 +102,37 @@ def test_either_way_attention_is_that_of_what_is_stored(kind: type) -> None:
     assert max(run) == sum(matrix.CALLS)
 
 
-def test_a_class_is_probed_once() -> None:
-    class Counted(Passes):
-        pass
+@dataclass
+class Settings:
+    size: int
 
-    model = Counted()
-    for _ in range(3):
-        architectures.takes_packed(model)
-    assert model.calls == 3  # of one probe
+
+class Set(Passes):
+    """One in the style of mlx_lm, with settings that say all about it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.args = Settings(size)
+
+
+def test_a_model_is_probed_once_for_its_class_and_settings() -> None:
+    first, again, other = Set(1), Set(1), Set(2)
+    for model in (first, again, other):
+        assert architectures.takes_packed(model)
+    assert first.calls == other.calls > again.calls == 0
 
 
 @pytest.mark.parametrize("name", models.names())
 def test_the_probe_agrees_with_the_table(name: str) -> None:
-    assert architectures._runs_on_handles(models.build(name)) is (name not in architectures.DENSE)
+    model = models.build(name)
+    packed = name not in architectures.DENSE and not architectures.reads_state(model)
+    assert architectures._runs_on_handles(model) is packed
 
 
+@pytest.mark.skipif("gear" not in models.names(), reason="this mlx-lm has no gear")
 def test_settings_decide_where_no_module_is_listed() -> None:
     """gear writes its attention out if its logits are capped."""
     plain = models.build("gear")
     capped = type(plain)(type(plain.args)(**{**vars(plain.args), "attn_logit_softcapping": 50.0}))
     assert architectures.takes_packed(plain)
     assert not architectures.takes_packed(capped)
-    assert isinstance(plain.make_cache()[-2], KVCache)

@@ -87,7 +87,9 @@ def tokens(start: int, stop: int, seed: int = 0) -> tuple[mx.array, mx.array]:
 
 @cache
 def _stream(seed: int) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal((2, 1, HEADS, 600, DIM)), mx.float32)
+    return mx.array(
+        np.random.default_rng(seed).standard_normal((2, 1, HEADS, 600, DIM)), mx.float32
+    )
 
 
 def feed(cache: Any, *lengths: int, seed: int = 0) -> Any:
@@ -131,6 +133,10 @@ def restored(cache: Any) -> Any:
 def same_state(a: Any, b: Any) -> bool:
     """Whether two caches store the same, bit by bit."""
     left, right = list(arrays_of(a.state)), list(arrays_of(b.state))
-    return a.offset == b.offset and len(left) == len(right) and all(
-        x.dtype == y.dtype and mx.array_equal(x, y) for x, y in zip(left, right, strict=True)
+    return (
+        a.offset == b.offset
+        and len(left) == len(right)
+        and all(
+            x.dtype == y.dtype and mx.array_equal(x, y) for x, y in zip(left, right, strict=True)
+        )
     )

@@ -39,9 +39,11 @@ def perturbed(model: nn.Module, twin: nn.Module, amount: float) -> nn.Module:
     mx.random.seed(77)
     twin.update(
         tree_map(
-            lambda p: p + amount * mx.abs(p).mean() * mx.random.normal(p.shape)
-            if p.dtype == mx.float32
-            else p,
+            lambda p: (
+                p + amount * mx.abs(p).mean() * mx.random.normal(p.shape)
+                if p.dtype == mx.float32
+                else p
+            ),
             model.parameters(),
         )
     )

@@ -1,0 +1,82 @@
+"""The table of architectures: complete, and the same in the code and in docs/architectures.md."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import mlx_lm.models
+import pytest
+
+from conformance import report
+from conformance.architectures import models
+from mlx_kivi.architectures import DENSE, INDEXED, PACKED
+
+
+def test_every_module_of_the_installed_mlx_lm_is_in_the_matrix() -> None:
+    absent = sorted(set(models.CONFIGS) - set(models.names()))
+    if absent:
+        unbounded = ", ".join(sorted(set(models.names()) - set(models.bounded())))
+        warnings.warn(
+            f"mlx-lm {models.MLX_LM} has {len(models.names())} of {len(models.CONFIGS)} modules; "
+            f"left out: {', '.join(absent)}; without a window: {unbounded or 'none'}",
+            stacklevel=1,
+        )
+    found = {
+        module.name
+        for module in pkgutil.iter_modules(mlx_lm.models.__path__)
+        if defines_model(Path(find_spec(f"mlx_lm.models.{module.name}").origin))
+    }
+    assert found == set(models.names())
+
+
+def defines_model(path: Path) -> bool:
+    """Whether a module defines or re-exports a ``Model``, without importing it."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {"Model", "ModelArgs"} <= names
+
+
+def test_each_module_has_one_place_in_the_table() -> None:
+    listed = set(models.CONFIGS)
+    assert not PACKED & set(DENSE)
+    assert PACKED | set(DENSE) <= listed
+    assert INDEXED <= set(DENSE)
+    unlisted = listed - PACKED - set(DENSE)
+    # Probed, as its settings decide; and without a cache that we convert.
+    assert unlisted == report.PROBED | {"deepseek_v41", "mamba", "mamba2", "rwkv7"}
+
+
+def test_the_page_agrees_with_the_table() -> None:
+    """Write it anew with `python -m conformance.report`."""
+    page = report.PATH.read_text()
+    assert "python -m conformance.report" in page
+    lines = page.splitlines()
+    first = lines.index(report.HEADER) + 2
+    rows = {}
+    for line in lines[first:]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name.strip("`")] = cells
+    assert set(rows) == set(models.CONFIGS)
+    for name, (kinds, stored, read, why, left) in rows.items():
+        assert read == report.reads(name), name
+        assert why == DENSE.get(name, ""), name
+        assert left == ", ".join(kind for kind in report.LEFT_ALONE if f" {kind}" in kinds), name
+        assert (stored == "none") is (read == "none"), name
+    assert f"- {sum(row[2] == 'packed' for row in rows.values())} are read packed" in page
+
+
+@pytest.mark.parametrize("name", sorted({"deepseek_v3", "falcon_h1", "llama4", "mamba"}))
+def test_a_row_is_what_is_measured(name: str) -> None:
+    assert report.measure(name).line in report.PATH.read_text().splitlines()

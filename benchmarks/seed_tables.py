@@ -2,7 +2,8 @@
 
 Bytes are those of live caches (12 layers, 8 heads, D = 32), all that is allocated counted, beside
 what the seed reported for the same shape. Greedy tokens are those before the first that differs
-from the ones on an fp32 cache. Prompts are long enough for most of the text to be packed.
+from the ones on an fp32 cache: after short prompts, like the seed's, where sinks and recent tokens
+in full precision are nearly all there is, and after long ones, where most of the text is packed.
 
     python benchmarks/seed_tables.py [--model DIR] [--generate 60]
 """
@@ -31,7 +32,13 @@ SEED = {
 STORAGE = ("bf16", "int8", "int4", "int4-g128")
 GREEDY = ("bf16", "int8", "int4")
 
-PROMPTS = [
+SHORT = [
+    "Once upon a time",
+    "The quick brown fox jumps over the lazy dog. ",
+    "ROMEO:",
+    "def fibonacci(n):\n",
+]
+LONG = [
     """The lighthouse keeper had not spoken to anyone for eleven days when the boat arrived. At \
 first he took it for driftwood, low and grey against the grey water, turning slowly as the tide \
 brought it in past the rocks. Then a hand moved. He ran down the two hundred and twelve steps, \
@@ -125,41 +132,48 @@ def bytes_table() -> dict[str, Any]:
     return results
 
 
-def greedy(model: Any, tokenizer: Any, name: str, prompt: str, count: int) -> tuple[list[int], int]:
-    """Tokens that follow a prompt on a cache, and how many tokens were packed in the end."""
+def greedy(model: Any, tokenizer: Any, name: str, prompt: str, count: int) -> dict[str, Any]:
+    """What follows a prompt on a cache.
+
+    Returns:
+        tokens; gaps: by how many nats each was likelier than the next best; packed: how many
+        tokens of the text were packed in the end.
+    """
     cache = caches(model, name)
-    responses = stream_generate(model, tokenizer, prompt, max_tokens=count, prompt_cache=cache)
-    tokens = [r.token for r in responses]
-    return tokens, getattr(cache[0], "packed_tokens", 0)
+    tokens, gaps = [], []
+    for r in stream_generate(model, tokenizer, prompt, max_tokens=count, prompt_cache=cache):
+        tokens.append(r.token)
+        best = np.sort(np.array(r.logprobs.astype(mx.float32)))[-2:]
+        gaps.append(float(best[1] - best[0]))
+    packed = getattr(cache[0], "packed_tokens", 0)
+    return {"tokens": tokens, "gaps": gaps, "packed": packed}
 
 
-def common_prefix(one: list[int], other: list[int]) -> float:
-    """Part of ``one`` before the first token that differs in ``other``."""
-    same = [a == b for a, b in zip(one, other, strict=False)]
-    return (same.index(False) if False in same else len(same)) / len(one)
-
-
-def greedy_table(model: Any, tokenizer: Any, count: int) -> dict[str, Any]:
-    results: dict[str, list[float]] = {name: [] for name in GREEDY}
+def greedy_table(
+    model: Any, tokenizer: Any, title: str, prompts: list[str], count: int
+) -> dict[str, float]:
+    """Print how much of an fp32 cache's text each storage repeats; returns the means."""
+    matches: dict[str, list[float]] = {name: [] for name in GREEDY}
     rows = []
-    for number, prompt in enumerate(PROMPTS, 1):
-        full, _ = greedy(model, tokenizer, "stock", prompt, count)
-        length = len(tokenizer.encode(prompt))
+    for number, prompt in enumerate(prompts, 1):
+        full = greedy(model, tokenizer, "stock", prompt, count)
+        wanted, cells = full["tokens"], []
         for name in GREEDY:
-            tokens, packed = greedy(model, tokenizer, name, prompt, count)
-            results[name].append(common_prefix(full, tokens))
-        rows.append(
-            [
-                f"{number}: {length} tokens, {packed} packed at the end",
-                *(f"{results[name][-1]:.0%}" for name in GREEDY),
-            ]
-        )
-    means = {name: float(np.mean(matches)) for name, matches in results.items()}
+            run = greedy(model, tokenizer, name, prompt, count)
+            same = [a == b for a, b in zip(wanted, run["tokens"], strict=False)]
+            first = same.index(False) if False in same else len(same)
+            matches[name].append(first / len(wanted))
+            tie = f" (gap {full['gaps'][first]:.2f})" if first < len(wanted) else ""
+            cells.append(f"{matches[name][-1]:.0%}{tie}")
+        length = len(tokenizer.encode(prompt))
+        rows.append([f"{number}: {length} tokens, {run['packed']} packed at the end", *cells])
+    means = {name: float(np.mean(values)) for name, values in matches.items()}
     rows.append(["mean", *(f"{means[name]:.0%}" for name in GREEDY)])
     rows.append(["mean, the seed on its model", "88%", "100%", "96%"])
-    print(f"Greedy tokens in common with an fp32 cache, {count} tokens")
+    print(f"{title}: greedy tokens in common with an fp32 cache, of {count}")
     table(["prompt", *GREEDY], rows)
-    return {"matches": results, "means": means}
+    print()
+    return means
 
 
 def main() -> None:
@@ -169,8 +183,12 @@ def main() -> None:
     live = bytes_table()
     print()
     model, tokenizer = load_model(args.model)
-    matches = greedy_table(model, tokenizer, args.generate)
-    finish("seed_tables", bytes=live, seed=SEED, **matches)
+    short, long = (
+        greedy_table(model, tokenizer, title, prompts, args.generate)
+        for title, prompts in (("Short prompts, as the seed's", SHORT), ("Long prompts", LONG))
+    )
+    print("(gap: nats between the fp32 cache's two likeliest tokens where the texts part)")
+    finish("seed_tables", bytes=live, seed=SEED, greedy_short=short, greedy_long=long)
 
 
 if __name__ == "__main__":

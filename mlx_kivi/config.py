@@ -70,9 +70,9 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
             bits = getattr(self, name)
-            if bits is not None and (bits not in BITS or isinstance(bits, bool)):
+            if bits is not None and (type(bits) is not int or bits not in BITS):
                 raise ValueError(f"{name}={bits!r}: use one of {_listed(BITS)}, or None")
-        if self.group_size not in GROUP_SIZES:
+        if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size={self.group_size!r}: use one of {_listed(GROUP_SIZES)}")
         _at_least("residual_length", self.residual_length, 0)
         _at_least("sink", self.sink, 0)
@@ -85,9 +85,11 @@ class KVCacheConfig:
         _at_least("protect_first", self.protect_first, 0)
         _at_least("protect_last", self.protect_last, 0)
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
-            if not all(isinstance(i, int) for i in self.layers):
+            if not isinstance(self.layers, list | tuple) or any(
+                type(i) is not int for i in self.layers
+            ):
                 raise ValueError(f"layers={self.layers!r}: use whole numbers, or None for all")
+            object.__setattr__(self, "layers", tuple(self.layers))
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> KVCacheConfig:

@@ -448,6 +448,11 @@ class QuantizedStreamingCache:
                 raise ValueError("reposition=True: let make_prompt_cache make the model's caches")
             if not hooks.attention_hooked():
                 raise ValueError("reposition=True needs mlx_lm patched: use mlx_kivi.patch()")
+        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"keys of shape {keys.shape} and values of shape {values.shape} do not fit each "
+                "other: give [batch, heads, tokens, head size]"
+            )
         if self._ring is None:
             return
         for name, new, old in zip(("keys", "values"), (keys, values), self._ring, strict=True):

@@ -45,6 +45,12 @@ def make_model(kind, size=SIZE, **switches):
     return model
 
 
+@pytest.fixture(autouse=True)
+def _unpatch():
+    yield
+    unpatch()  # make_prompt_cache leaves mlx_lm hooked
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def model(request):
     return make_model(request.param)
@@ -332,7 +338,6 @@ def test_a_window_beyond_the_table_is_refused(model):
 
 
 def test_the_models_of_mlx_lm_are_put_back():
-    unpatch()
     before = [m.Model.__call__.__code__ for m in (gpt2, gpt_bigcode)]
     with patched(KVCacheConfig()):
         assert gpt2.Model.__call__.__code__ is not before[0]

@@ -1,8 +1,10 @@
 """`mlx_kivi.sample`: tinygpt's flags and report, for .tinygpt files and model directories."""
 
+import argparse
 import json
 import re
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -11,6 +13,7 @@ from mlx_lm import stream_generate
 
 from mlx_kivi import KVCacheConfig, make_prompt_cache, report, sample, tinygpt, unpatch
 from mlx_kivi.__main__ import main as command
+from mlx_kivi.config import add_arguments as add_cache_flags
 from mlx_kivi.tinygpt.convert import main as convert
 
 BASE = {"layers": 2, "dModel": 64, "heads": 2, "dMlp": 96, "ctx": 40}
@@ -358,3 +361,12 @@ def test_the_command_is_listed_and_found(capsys, monkeypatch):
     help_text = capsys.readouterr().out
     for flag in ("--prompt-cache-dir", "--kv-preallocate", "--streaming-llm-window", "--quantize"):
         assert flag in help_text
+
+
+def test_the_documentation_lists_every_flag():
+    page = (Path(__file__).parent.parent / "docs" / "tinygpt.md").read_text(encoding="utf-8")
+    others = argparse.ArgumentParser()
+    add_cache_flags(others)
+    flags = {flag for a in sample.setup_arg_parser()._actions for flag in a.option_strings}
+    flags -= {flag for a in others._actions for flag in a.option_strings}
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []

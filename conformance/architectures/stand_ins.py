@@ -1,11 +1,14 @@
-"""Three modules of mlx-lm that do not run as they are, and what stands in for the missing part.
+"""What stands in for parts of mlx_lm's modules that do not run here, or not comparably.
 
-bitnet and muse_spark call Metal kernels: elsewhere, plain mlx does the same arithmetic. olmo adds
-the string "causal" to its scores, and can only be imported beside another package: it gets an
-additive mask and an empty module of that name. What happens to keys and values is untouched.
+Do not run: bitnet and muse_spark call Metal kernels, so elsewhere plain mlx does the same
+arithmetic. olmo adds the string "causal" to its scores and can only be imported beside another
+package: it gets an additive mask and an empty module of that name.
 
-muse_spark also rounds to bfloat16 on its way, which makes 1e-3 of a difference of 1e-7: here it
-computes in float32. phi3small forbids 91 tokens by number: here its vocabulary is smaller.
+Not comparably: afm7 rounds keys and values to whole steps of 8 bits, muse_spark rounds to
+bfloat16, which makes 1e-2 of a difference of 1e-7; here they don't. phi3small forbids 91 tokens by
+number; here its vocabulary is smaller.
+
+What happens to keys and values after that is untouched.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ def put_in(name: str) -> None:
     if name == "olmo":
         sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))
         importlib.import_module("mlx_lm.models.olmo").create_attention_mask = _additive_mask
+    elif name == "afm7":
+        importlib.import_module("mlx_lm.models.afm7").fake_8bit_quant = lambda x, scale: x
     elif name == "bitnet" and not mx.metal.is_available():
         layers = importlib.import_module("mlx_lm.models.bitlinear_layers")
         layers.BitLinear.execute_matmul_kernel = _ternary_matmul

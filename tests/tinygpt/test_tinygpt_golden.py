@@ -4,8 +4,10 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm import stream_generate
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_kivi import tinygpt
+from mlx_kivi import KVCacheConfig, patched, tinygpt
+from mlx_kivi.architectures import takes_packed
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -16,6 +18,23 @@ def test_greedy_bytes_are_the_engines(shared_models, dtype):
     for prompt, wanted in golden["greedy"].items():
         responses = stream_generate(model, tokenizer, prompt, max_tokens=80)
         assert "".join(r.text for r in responses) == wanted
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["preset", "packed_at_once"])
+def test_an_int8_cache_gives_the_same_bytes(shared_models, tight):
+    root, golden = shared_models
+    model, tokenizer, _ = tinygpt.load(root / "shakespeare-3l-fp32.tinygpt")
+    fields = {"group_size": 32, "residual_length": 0, "sink": 0} if tight else {}
+    config = KVCacheConfig.from_name("int8", **fields)
+    assert takes_packed(model)
+    with patched(config):
+        for prompt, wanted in golden["greedy"].items():
+            cache = make_prompt_cache(model)
+            responses = stream_generate(
+                model, tokenizer, prompt, max_tokens=80, prompt_cache=cache
+            )
+            assert "".join(r.text for r in responses) == wanted
+            assert cache[0].packed_tokens == (64 if tight else 0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int4"])

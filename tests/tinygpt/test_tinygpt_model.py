@@ -8,7 +8,8 @@ import pytest
 from mlx_lm import batch_generate, generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_kivi import tinygpt
+from mlx_kivi import KVCacheConfig, patched, tinygpt
+from mlx_kivi.architectures import takes_packed
 from mlx_kivi.tinygpt import PositionTableFull
 
 erf = np.vectorize(math.erf)
@@ -117,6 +118,18 @@ def test_cached_chunks_give_the_uncached_logits(config, make_file, sizes):
     whole = np.array(model(mx.array(ids[None]))[0])
     got, _ = in_chunks(model, ids, sizes)
     np.testing.assert_allclose(got, whole, atol=2e-5 * np.abs(whole).max())
+
+
+def test_every_switch_decodes_on_packed_data(config, make_file):
+    model, _, _ = tinygpt.load(make_file(config))
+    assert takes_packed(model)
+    ids = ids_of(config["ctx"])
+    whole = np.array(model(mx.array(ids[None]))[0])
+    policy = KVCacheConfig.from_name("int8", group_size=32, residual_length=0, sink=0)
+    with patched(policy):
+        got, cache = in_chunks(model, ids, (7, 1, 1, 1))
+    assert np.abs(got - whole).max() < 0.01 * np.abs(whole).max()
+    assert cache[0].packed_tokens == (0 if "slidingWindow" in config else 32)
 
 
 def test_a_batch_of_uneven_prompts_gives_each_ones_own_tokens(config, make_file):

@@ -18,9 +18,7 @@ from .counted_keys import CountedKeysCache
 from .positions import RestartingCache
 from .quantized_streaming_cache import QuantizedStreamingCache
 
-OURS = {
-    cls.__name__: cls for cls in (QuantizedStreamingCache, RestartingCache, CountedKeysCache)
-}
+OURS = {cls.__name__: cls for cls in (QuantizedStreamingCache, RestartingCache, CountedKeysCache)}
 _MAX_DEPTH = 16  # of lists in lists
 
 # Attributes of mlx_lm's caches in the order of their state in 0.32, and of meta_state in 0.31.

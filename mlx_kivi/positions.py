@@ -71,8 +71,8 @@ class RestartingCache(QuantizedStreamingCache):
         super().__init__(config, packed_attention=packed_attention)
         self._dropped = 0
 
-    def _reset(self) -> None:
-        super()._reset()
+    def reset(self) -> None:
+        super().reset()
         self._ids: list[mx.array] = []  # [B, n] each: the tokens at positions 0 .. offset - 1
         self._known = 0
 

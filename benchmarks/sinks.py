@@ -160,6 +160,7 @@ def main() -> None:
                 cache = make_prompt_cache(model, config)
                 values = nats(model, cache, tokens, args.chunk, f"{name}, {sink} sinks")
                 rows.setdefault(name, {})[sink] = perplexity(values)
+                tqdm.write(f"{name}, {sink} sinks: {rows[name][sink]:.2f}")
                 mx.clear_cache()
 
     print(f"Perplexity of tokens {first:,} to {tokens.size:,}, window {args.window:,}")

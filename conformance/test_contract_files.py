@@ -99,7 +99,7 @@ def test_a_file_is_as_large_as_what_is_stored(
 ) -> None:
     path, nbytes, _ = saved[name, length]
     config, vector = POLICIES[name], 32 * 4
-    ring = length if not config.quantized else min(length, 4 + 96)
+    ring = length if not config.quantized else min(length, 4 + 16 + 32 + 32)
     if name == "bounded":
         ring = min(length, 4 + 60 + 32)
     groups = max(0, length - 4 - 16) // 32 if config.quantized else 0
@@ -245,12 +245,13 @@ def test_both_command_lines_go_on_from_a_prompt_cache_file(
     assert theirs == ours
     assert len(theirs) > 5
 
-    agreeing = ("--kv-quantize", "int4", "--kv-group-size", "32", "--streaming-llm-window", "90")
+    agreeing = ("--kv-quantize", "int4", "--streaming-llm-window", "90")
+    agreeing = (*agreeing, "--kv-group-size", "32", "--kv-residual", "32")
     kivi_generate([*ask, "--verbose", "F", *agreeing])
     assert capsys.readouterr().out == ours
     for flags, field in (
         (("--kv-quantize", "int8"), "k_bits"),
-        (agreeing[:4], "window"),
+        (agreeing[:2] + agreeing[4:], "window"),
         ((*agreeing, "--streaming-llm-sink", "2"), "sink"),
     ):
         with pytest.raises(SystemExit) as ended:

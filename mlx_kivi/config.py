@@ -19,7 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": "float16"},
     "bf16": {"dtype": "bfloat16"},
     "int8": {"k_bits": 8, "v_bits": 8, "group_size": 64},
-    "int4": {"k_bits": 4, "v_bits": 4, "group_size": 64},
+    "int4": {"k_bits": 4, "v_bits": 4, "group_size": 64, "residual_length": 64},
     "int3": {"k_bits": 3, "v_bits": 3, "group_size": 32},
     "int2": {"k_bits": 2, "v_bits": 2, "group_size": 32},
 }
@@ -193,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-residual",
         type=int,
         metavar="N",
-        help="Most recent tokens kept in full precision. Default: 32",
+        help="Most recent tokens kept in full precision. Default: 64 for int4, else 32",
     )
     flags.add_argument(
         "--streaming-llm-sink",

@@ -42,14 +42,14 @@ class Plan(NamedTuple):
         return max(0, seen - self.sink - self.residual) // self.group
 
     def room(self, groups: int) -> int:
-        """Slots of a store that holds ``groups`` groups: all of a window, else an eighth to spare.
+        """Slots of a store that holds ``groups`` groups: all of a window, else one step to spare.
 
-        The spare is a step of growth, 256 tokens at the most: copied seldom, and little of it
-        computed on for nothing.
+        Steps are a fiftieth of the store, 256 tokens at the most: copied seldom, and little of
+        it held and computed on for nothing.
         """
         if self.slots is not None:
             return self.slots if groups else 0
-        step = max(1, min(groups // 8, 256 // self.group))
+        step = max(1, min(groups // 50, 256 // self.group))
         return -(-groups // step) * step
 
     def until_packing(self, seen: int) -> int | None:
@@ -73,9 +73,8 @@ def plan_for(config: KVCacheConfig) -> Plan:
     residual = config.residual_length if config.quantized else None
     ring = slots = None
     if residual is not None:
-        # Room for the residual, the group that is filling up, and what trim may take back;
-        # whole groups, so that each is contiguous in the ring.
-        ring = -(-(residual + group + TRIM_MARGIN) // group) * group
+        # Room for the residual, the group that is filling up, and what trim may take back.
+        ring = residual + group + TRIM_MARGIN
         if window is not None:
             slots = -(-(window + TRIM_MARGIN - 1 - residual) // group)
     if window is not None and (ring is None or window + TRIM_MARGIN <= ring):

@@ -137,7 +137,7 @@ def restore_rows(weight: mx.array, heads: int) -> mx.array:
 def make_weights(
     arrays: dict[str, mx.array], config: dict[str, Any], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """The GGUF's arrays under Hugging Face's names, dequantised (in float32) and cast to `dtype`."""
+    """The GGUF's arrays under Hugging Face's names, dequantised in float32, cast to `dtype`."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
     for name, weight in arrays.items():

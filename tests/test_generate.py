@@ -106,7 +106,7 @@ def test_says_what_is_in_force_and_what_it_cost(model_file, run):
     code, out, _ = run("--model", model_file, "-p", "To be", "-m", 300, *flags)
     assert code == 0
     before, _, after = out.partition("==========")
-    assert "2 of 2 layers: 4 bits, group 64, residual 32, sinks 4, window 200" in before
+    assert "2 of 2 layers: 4 bits, group 64, residual 64, sinks 4, window 200" in before
     assert "At 32,768 tokens: " in before
     last = after.strip().splitlines()[-1]
     tokens = r"KV cache: 30[0-9] tokens seen, 204 stored, [\d.]+ kB \(full precision: [\d.]+ kB\)"
@@ -215,7 +215,7 @@ def test_a_prompt_file_brings_its_own_settings(model_file, tmp_path, run):
     code, out, _ = run(*quiet)
     assert (code, out.removesuffix("\n")) == (0, expected)
     code, out, _ = run(*quiet[:4], *quiet[6:])
-    assert "4 bits, group 64, residual 32, sinks 4, window 150" in out
+    assert "4 bits, group 64, residual 64, sinks 4, window 150" in out
 
 
 def test_flags_that_contradict_a_prompt_file_are_refused(model_file, tmp_path, run):

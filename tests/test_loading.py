@@ -170,7 +170,7 @@ def test_hints_are_the_defaults_and_the_banner_says_so(run, make_file, tmp_path,
         path = tmp_path / "directory"
     code, _, said = run("--model", path, "--max-tokens", 5)
     assert code == 0
-    assert "4 bits, group 64, residual 32, sinks 3, window 90" in said
+    assert "4 bits, group 64, residual 64, sinks 3, window 90" in said
     assert "Defaults from the model file: --kv-quantize int4 --streaming-llm-window 90" in said
 
 

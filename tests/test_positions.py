@@ -170,7 +170,9 @@ def test_half_of_the_largest_window_and_all_of_a_small_one_are_kept():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_stream_restarts_as_a_new_cache_would_start(kind):
     model, ids = make_model(kind, size=120), ids_of(300)
-    config = KVCacheConfig.from_name("int4", group_size=32, sink=4, window=90)
+    config = KVCacheConfig.from_name(
+        "int4", group_size=32, residual_length=32, sink=4, window=90
+    )
     assert takes_packed(model)
     got = fed(model, ids, (1,), make_prompt_cache(model, config))
     wanted, packed, before, fresh = [], 0, [], []

@@ -6,6 +6,7 @@ With a window in force there are fewer keys than positions; what they get says o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from . import hooks
@@ -34,7 +35,7 @@ class CountedKeysCache(QuantizedStreamingCache):
             RuntimeError: if tokens have been evicted and mlx_lm's attention takes no handles.
         """
         keys, values = super().keys_and_values()
-        if keys.shape[2] == self.offset:
+        if keys.shape[2] == self.offset or not self.packed_attention:
             return keys, values
         if not hooks.attention_hooked():
             raise RuntimeError(
@@ -42,6 +43,11 @@ class CountedKeysCache(QuantizedStreamingCache):
             )
         views = tuple(self._views())
         return CountedHandle(views, 0), CountedHandle(views, 1)
+
+    def _in_full_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        if self.config.window is not None:
+            raise AttributeError("mlx_lm's counterpart hands out fewer keys than positions")
+        return super()._in_full_precision(method)
 
 
 def counting(model: Any, caches: list[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ StreamingLLM paper says (arXiv:2309.17453, section 3.2). It rotates in float64, 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from reference import dense, hooked, stored
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
+from mlx_kivi.config import add_arguments, from_arguments
 from mlx_kivi.factory import build
 
 SINK, WINDOW = 4, 100
@@ -326,6 +328,18 @@ def test_without_a_window_the_error_says_the_mend() -> None:
 def test_max_kv_size_is_a_window_too() -> None:
     caches = build(tiny(), KVCacheConfig(reposition=True), max_kv_size=104)
     assert caches[0].config == FULL
+
+
+def test_the_flag_needs_a_window() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--max-kv-size", type=int)
+    flag = "--streaming-llm-reposition"
+    with pytest.raises(ValueError, match=f"{flag} needs --streaming-llm-window M"):
+        from_arguments(parser.parse_args([flag]), None)
+    for bound in (["--streaming-llm-window", "100"], ["--max-kv-size", "104"]):
+        assert from_arguments(parser.parse_args([flag, *bound]), None) == FULL
+    assert "re-positioned" in FULL.describe()
 
 
 def test_a_bad_value_is_named() -> None:

@@ -151,7 +151,7 @@ def half_steps(x: mx.array, which: int, bits: int, group: int) -> mx.array:
 def unpacked(cache: QuantizedStreamingCache) -> tuple[mx.array, mx.array]:
     """What the last call saw of a cache, as arrays in order of position."""
     packed, cache.packed_attention = cache.packed_attention, False
-    pair = QuantizedStreamingCache.keys_and_values(cache)
+    pair = cache.keys_and_values()
     cache.packed_attention = packed
     return pair
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import rope_utils
+from mlx_lm.models import internlm2, rope_utils
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.llama import Model, ModelArgs
 from reference import dense, hooked, stored
@@ -363,7 +363,8 @@ def test_attention_that_is_not_hooked_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_dynamic_rope_is_refused_by_name() -> None:
-    rope = rope_utils.DynamicNTKScalingRoPE(32, 64, False, 1e4, 2.0)
+    home = rope_utils if hasattr(rope_utils, "DynamicNTKScalingRoPE") else internlm2
+    rope = home.DynamicNTKScalingRoPE(32, 64, False, 1e4, 2.0)
     with pytest.raises(ValueError) as caught:
         build(tiny(rope), FULL)
     assert "llama" in str(caught.value) and "DynamicNTKScalingRoPE" in str(caught.value)

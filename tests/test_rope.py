@@ -56,6 +56,10 @@ NOT_REBASED = {"bailing_moe_linear", "iquestloopcoder", "llama4", "ministral3", 
 # They compute on the cached keys themselves.
 DENSE = {"gemma2", "olmo", "phi3small", "plamo", "plamo2", "stablelm"}
 NAMES = [name for name in CONFIGS if find_spec(f"mlx_lm.models.{name}")]
+if not hasattr(mlx_caches.KVCache, "keys_and_values"):  # mlx-lm 0.31
+    # Angles by the length of the sequence; and models that need the caches of mlx-lm there.
+    REFUSED |= dict.fromkeys(["internlm2", "internlm3"], "DynamicNTKScalingRoPE")
+    NAMES = [name for name in NAMES if name not in ("afm7", "gemma3n")]
 STREAM = KVCacheConfig(sink=0, window=72)
 
 

@@ -24,8 +24,8 @@ from mlx_lm.models.cache import ArraysCache
 from .architectures import DENSE, PACKED, module_names
 from .group_store import KeyStore
 
-# Position at which a cache re-bases, and by how many: where the error of its angles costs as much
-# as storage in 8 bits (docs/positions.md). Powers of two, whose products with a frequency are exact.
+# Where a cache re-bases, and by how many positions: the error of its angles costs no more than
+# storage in 8 bits (docs/positions.md). Powers of two: their products with a frequency are exact.
 REBASE_AT = 2**18
 REBASE_BY = 2**17
 

@@ -7,7 +7,9 @@ here with the queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -22,8 +24,7 @@ MAX_PACKED_QUERIES = 8
 BLOCK = 256
 
 
-@dataclass(frozen=True)
-class CacheView:
+class CacheView(NamedTuple):
     """One layer's keys and values as one call of attention sees them.
 
     ring: sinks and newest tokens [B, H, sink + ring, D], keys and values; stores: the packed
@@ -84,7 +85,10 @@ class CacheHandle:
     def __init__(self, views: tuple[CacheView, ...], which: int) -> None:
         self.views = views
         self.which = which
-        self.dtype = views[-1].dtype
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.views[-1].dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -153,8 +157,8 @@ def attend(
     # The softmax does not see what is taken off all keys alike.
     shift = view.stores[0].shift
     parts = [
-        _products(q, view.ring[0], shift, shot.ring_bias(), repeats),
-        _plus(view.stores[0].scores(q), shot.store_bias(), repeats),
+        _products(q, view.ring[0], shift, shot.ring_bias, repeats),
+        _plus(view.stores[0].scores(q), shot.store_bias, repeats),
     ]
     if moved:
         at_sinks = _folded(moved.queries(queries), scale, kv_heads)
@@ -163,22 +167,20 @@ def attend(
             at_sinks = at_sinks - q @ shift.swapaxes(-1, -2)
         parts[0] = mx.concatenate([at_sinks, parts[0][..., shot.sinks :]], axis=-1)
     if view.chunk is not None:
-        parts.append(_products(q, view.chunk[0], shift, shot.chunk_bias(), repeats))
-    widths = [part.shape[-1] for part in parts]
+        parts.append(_products(q, view.chunk[0], shift, shot.chunk_bias, repeats))
+    ends = list(accumulate(part.shape[-1] for part in parts))
     if sinks is not None:
         sinks = _learned(sinks, q, repeats)
         parts.append(sinks if shift is None else sinks - q @ shift.swapaxes(-1, -2))
     scores = mx.concatenate(parts, axis=-1)
     if isinstance(mask, mx.array):
-        scores = _masked(scores, shot.reorder(mask), heads, kv_heads, sum(widths))
-    weights = mx.softmax(scores, axis=-1)
-
-    ring_end, store_end = widths[0], widths[0] + widths[1]
-    out = view.stores[1].weighted(weights[..., ring_end:store_end])
-    out = mx.addmm(out, weights[..., :ring_end], view.ring[1].astype(mx.float32))
+        scores = _masked(scores, shot.reorder(mask), heads, kv_heads, ends[-1])
+    cuts = ends[:-1] if sinks is None else ends
+    weights = mx.split(mx.softmax(scores, axis=-1), cuts, axis=-1)
+    out = view.stores[1].weighted(weights[1])
+    out = mx.addmm(out, weights[0], view.ring[1].astype(mx.float32))
     if view.chunk is not None:
-        chunk_weights = weights[..., store_end : sum(widths)]
-        out = mx.addmm(out, chunk_weights, view.chunk[1].astype(mx.float32))
+        out = mx.addmm(out, weights[2], view.chunk[1].astype(mx.float32))
     return out.reshape(batch, heads, rows, -1).astype(queries.dtype)
 
 
@@ -189,7 +191,7 @@ def _attend_ring(queries, view, scale, mask, sinks) -> mx.array:
         keys, values = view.dense(0), view.dense(1)
     else:
         keys, values = (x.astype(view.dtype) for x in view.ring)
-        mask = shot.ring_bias()
+        mask = shot.ring_bias
         mask = None if mask is None else mask.astype(queries.dtype)
     if view.moved:
         moved_sinks = view.moved.sinks(keys[:, :, : shot.sinks])
@@ -231,7 +233,12 @@ def _folded(queries: mx.array, scale: float, kv_heads: int) -> mx.array:
     # Query heads that share keys become rows of one product. float32 throughout: scores keep
     # their precision, and the CPU has no fast half-precision kernel.
     batch, _, _, dim = queries.shape
-    return (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, dim)
+    return (queries.astype(mx.float32) * _scalar(scale)).reshape(batch, kv_heads, -1, dim)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float) -> mx.array:
+    return mx.array(value, mx.float32)
 
 
 def _learned(sinks: mx.array, q: mx.array, repeats: int) -> mx.array:

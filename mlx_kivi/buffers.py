@@ -29,7 +29,8 @@ class Buffers:
     def reset(self) -> None:
         """Forget every token, as if newly made."""
         self.plan: Plan = plan_for(self.config)
-        self._ring: list[mx.array] | None = None  # keys, values: [B, H, sink + ring, D]
+        # Views of attention hold these two: what is written to is a copy (of no data; see `_own`).
+        self._ring: Pair | None = None  # keys, values: [B, H, sink + ring, D]
         self._stores: tuple[KeyStore, ValueStore] | None = None
         self._chunk: Pair | None = None  # keys, values: [B, H, L, D], the newest tokens
         self._dtype: mx.Dtype | None = None  # of the model
@@ -65,7 +66,10 @@ class Buffers:
         if self._chunk is not None and self.plan.ring is not None:
             self._place_chunk()
         if self._to_turn:
-            rebase(self.rotation, self._to_turn, self.plan.sink, self._ring[0], self._stores[0])
+            keys, values = self._ring
+            self._stores = tuple(store.copy() for store in self._stores)
+            keys = rebase(self.rotation, self._to_turn, self.plan.sink, keys, self._stores[0])
+            self._ring = keys, values
             self._to_turn = 0
 
     def _pack(self, groups: int) -> None:
@@ -76,6 +80,7 @@ class Buffers:
         if self.plan.slots is not None:
             first = max(first, groups - capacity)
         placed = max(0, self._count - self._chunk_length() - self.plan.sink)
+        self._stores = tuple(store.copy() for store in self._stores)
         for which, store in enumerate(self._stores):
             store.reserve(capacity, self._ring[which])
             parts = []
@@ -96,6 +101,7 @@ class Buffers:
     def _place_chunk(self) -> None:
         end = self._count - self.plan.sink
         placed = self._count - self._chunk_length()
+        self._own()
         for which, x in enumerate(self._chunk):
             sinks = min(max(0, self.plan.sink - placed), x.shape[2])
             if sinks:
@@ -114,10 +120,15 @@ class Buffers:
             part = x[:, :, j - start : j - start + count]
             self._ring[which][:, :, sink + slot : sink + slot + count] = part
 
-    def _write_ring(self, slot: int, pair: Pair) -> None:
-        end = slot + pair[0].shape[2]
-        for array, x in zip(self._ring, pair, strict=True):
-            array[:, :, slot:end] = x
+    def _write_ring(self, slot: int, end: int, pair: Pair) -> None:
+        self._own()
+        self._ring[0][:, :, slot:end] = pair[0]
+        self._ring[1][:, :, slot:end] = pair[1]
+
+    def _own(self) -> None:
+        """New objects for the ring: item assignment changes the old ones, which views hold."""
+        keys, values = self._ring
+        self._ring = keys[...], values[...]
 
     def _grow(self, length: int) -> None:
         """Room for ``length`` tokens in a ring without end."""
@@ -125,10 +136,10 @@ class Buffers:
         if length <= have:
             return
         more = -(-(length - have) // self.step) * self.step
-        self._ring = [
+        self._ring = tuple(
             mx.concatenate([a, mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2)
             for a in self._ring
-        ]
+        )
 
     def _reopen(self, target: int) -> None:
         """Make the placed tokens those of a cache that has seen ``target`` tokens."""
@@ -140,6 +151,7 @@ class Buffers:
             # Packed tokens that must be in the ring again.
             stop = min(self._ring_low, end)
             whole = -(-stop // self.plan.group)
+            self._own()
             for which, store in enumerate(self._stores):
                 packed = [
                     store.dense(slot, count)
@@ -157,10 +169,10 @@ class Buffers:
     def _allocate(self, keys: mx.array, values: mx.array) -> None:
         self._dtype = keys.dtype
         length = 0 if self.plan.ring is None else self.plan.sink + self.plan.ring
-        self._ring = [
+        self._ring = tuple(
             mx.zeros((*x.shape[:2], length, x.shape[3]), self._storage_dtype(x))
             for x in (keys, values)
-        ]
+        )
         self._stores = self._new_stores(values)
 
     def _new_stores(self, values: mx.array) -> tuple[KeyStore, ValueStore]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -160,6 +161,7 @@ def _at_least(name: str, value: Any, low: int, more: str = "") -> None:
         raise ValueError(f"{name}={value!r}: use a whole number of at least {low}{more}")
 
 
+@cache
 def value_group(head_dim: int, group_size: int, bits: int) -> tuple[int, int]:
     """The cheapest legal (group, padded head size) for values of ``head_dim`` channels.
 

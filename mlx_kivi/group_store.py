@@ -6,6 +6,7 @@ is in which slot is the cache's business. It is read in place, by ``mx.quantized
 
 from __future__ import annotations
 
+import copy
 from typing import Self
 
 import mlx.core as mx
@@ -38,38 +39,38 @@ class GroupStore:
         self.dtype = mx.float32
         self.arrays: list[mx.array] = []
 
-    def snapshot(self) -> Self:
-        """A reader of the present content, whatever is written to this store later."""
-        copy = type(self).__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        # Item assignment changes an mx.array object in place: `[...]` makes a new object.
-        copy.arrays = [a[...] for a in self.arrays]
-        return copy
+    def copy(self) -> Self:
+        """A store with the same content, to write to while this one is read."""
+        return copy.copy(self)
 
     def reserve(self, capacity: int, like: mx.array) -> None:
         """Grow to ``capacity`` slots for tokens like ``like`` [B, H, ·, D]."""
         if capacity <= self.capacity:
             return
-        if not self.arrays:
+        axis, old = self._axis(), self.arrays
+        if old:
+            samples, slots = old, self.capacity
+        else:
             self.head_dim, self.dtype = like.shape[-1], like.dtype
-        axis = self._axis()
-        # Of a group of zeros: shapes and types, never evaluated.
-        empty = self._encode(
-            mx.zeros((*like.shape[:2], self.group_size, self.head_dim), self.dtype)
-        )
-        grown = []
-        for i, one in enumerate(empty):
-            shape = list(one.shape)
-            shape[axis] *= capacity - self.capacity
-            more = mx.zeros(shape, one.dtype)
-            grown.append(mx.concatenate([self.arrays[i], more], axis) if self.arrays else more)
-        self.arrays = grown
+            # Of a group of zeros: shapes and types, never evaluated.
+            group = mx.zeros((*like.shape[:2], self.group_size, self.head_dim), self.dtype)
+            samples, slots = self._encode(group), 1
+        new = []
+        for sample in samples:
+            shape = list(sample.shape)
+            shape[axis] = shape[axis] // slots * (capacity - self.capacity)
+            new.append(mx.zeros(shape, sample.dtype))
+        if old:
+            new = [mx.concatenate(pair, axis) for pair in zip(old, new, strict=True)]
+        self.arrays = new
         self.capacity = capacity
 
     def write(self, slot: int, x: mx.array) -> None:
         """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``."""
         groups = x.shape[2] // self.group_size
         axis = self._axis()
+        # Item assignment changes an object in place, which others may hold: `[...]` is a new one.
+        self.arrays = [array[...] for array in self.arrays]
         for array, part in zip(self.arrays, self._encode(x), strict=True):
             width = array.shape[axis] // self.capacity
             span = slice(slot * width, (slot + groups) * width)

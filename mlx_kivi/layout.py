@@ -9,7 +9,8 @@ for the newest of the stream (slot j mod ring); the store holds packed groups of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -91,8 +92,9 @@ def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
         start += length
 
 
-class Snapshot(NamedTuple):
-    """What one call of attention may see.
+@dataclass(frozen=True)
+class Snapshot:
+    """What one call of attention may see: made by `snapshot`.
 
     plan: sizes; capacity: groups the store has room for now; placed: tokens in ring and store;
     groups: packed ones; chunk: newer tokens, not yet placed; queries: rows, the newest tokens.
@@ -105,16 +107,16 @@ class Snapshot(NamedTuple):
     chunk: int
     queries: int
 
-    @property
+    @cached_property
     def first_query(self) -> int:
         return self.placed + self.chunk - self.queries
 
-    @property
+    @cached_property
     def low(self) -> int:
         """The oldest placed position of the stream that any query may see."""
         return min(self.plan.first_visible(self.first_query), max(self.placed, self.plan.sink))
 
-    @property
+    @cached_property
     def sinks(self) -> int:
         return min(self.plan.sink, self.placed)
 
@@ -123,7 +125,7 @@ class Snapshot(NamedTuple):
         """Tokens that at least one query sees."""
         return self.sinks + max(0, self.placed - self.low) + self.chunk
 
-    @property
+    @cached_property
     def linear(self) -> bool:
         """Whether the first ``placed`` slots of the ring are what is visible, in order."""
         plan = self.plan
@@ -136,11 +138,13 @@ class Snapshot(NamedTuple):
         new = np.arange(self.placed, self.placed + self.chunk)
         return np.concatenate([np.arange(self.sinks), old, new])
 
+    @cached_property
     def ring_bias(self) -> mx.array | None:
         """Additive mask of the ring, [queries, sink + ring]; None if all of it shows."""
         key = (self.plan.sink, self.plan.ring, self.placed, self.groups * self.plan.group)
         return _bias(_ring_positions, key, *self._rows())
 
+    @cached_property
     def store_bias(self) -> mx.array | None:
         """Additive mask of the store, [queries, capacity · group]; None if all of it shows."""
         key = (self.plan.sink, self.plan.group, self.capacity, self.groups)
@@ -149,6 +153,7 @@ class Snapshot(NamedTuple):
             rows = (_FAR, 1, None, 0)  # the same at each step until a group is added
         return _bias(_store_positions, key, *rows)
 
+    @cached_property
     def chunk_bias(self) -> mx.array | None:
         """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
         return _bias(np.arange, (self.placed, self.placed + self.chunk), *self._rows())
@@ -182,6 +187,14 @@ class Snapshot(NamedTuple):
 
     def _rows(self) -> tuple[int, int, int | None, int]:
         return self.first_query, self.queries, self.plan.window, self.plan.sink
+
+
+@lru_cache(maxsize=16)
+def snapshot(
+    plan: Plan, capacity: int, placed: int, groups: int, chunk: int, queries: int
+) -> Snapshot:
+    """The one that all layers of a step share: what follows from it is computed once."""
+    return Snapshot(plan, capacity, placed, groups, chunk, queries)
 
 
 def _ring_positions(sink: int, ring: int, placed: int, packed: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from . import batching, hooks
 from .attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
 from .buffers import Buffers
 from .config import TRIM_MARGIN, KVCacheConfig
-from .layout import Snapshot
+from .layout import Snapshot, snapshot
 from .rope import Moved, Rotation, rebased_by
 from .state import Header, dtype_name, live_arrays, read_header, read_ring, read_stores
 
@@ -58,12 +58,12 @@ class QuantizedStreamingCache(Buffers):
             ValueError: if batch, heads or head sizes differ from what is stored, or if the policy
                 re-positions and the model's RoPE or mlx_lm's hooked attention is missing.
         """
-        self._check(keys, values)
-        cut = self._cut_for(keys.shape[2])
+        length = self._check(keys, values)
+        cut = 0 if length == 1 else self._cut_for(length)
         if cut:
-            self._append(keys[:, :, :cut], values[:, :, :cut])
+            self._append(keys[:, :, :cut], values[:, :, :cut], cut)
             keys, values = keys[:, :, cut:], values[:, :, cut:]
-        self._append(keys, values)
+        self._append(keys, values, length - cut)
         self._cut = cut
         if self.rebase_at is not None:
             # The next call counts from less; stored keys are turned when it comes, since some
@@ -84,23 +84,23 @@ class QuantizedStreamingCache(Buffers):
             return 0
         return due if self.packed_attention and hooks.attention_hooked() else 0
 
-    def _append(self, keys: mx.array, values: mx.array) -> None:
+    def _append(self, keys: mx.array, values: mx.array, length: int) -> None:
         self._settle()
-        length = keys.shape[2]
         if self._ring is None:
             self._allocate(keys, values)
         self._queries = length
-        stored = tuple(x.astype(r.dtype) for x, r in zip((keys, values), self._ring, strict=True))
+        ring = self._ring
+        stored = keys.astype(ring[0].dtype), values.astype(ring[1].dtype)
         if self.plan.ring is None:
             self._grow(self._count + length)
-            self._write_ring(self._count, stored)
+            self._write_ring(self._count, self._count + length, stored)
         elif length == 1:
             position = self._count
             if position >= self.plan.sink:
                 stream = position - self.plan.sink
                 self._ring_low = max(self._ring_low, stream + 1 - self.plan.ring)
                 position = self.plan.sink + stream % self.plan.ring
-            self._write_ring(position, stored)
+            self._write_ring(position, position + 1, stored)
         else:
             self._chunk = stored
         self._count += length
@@ -292,9 +292,6 @@ class QuantizedStreamingCache(Buffers):
         """An independent cache; arrays are shared until one of the two is written to."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        if self._ring is not None:
-            twin._ring = [a[...] for a in self._ring]
-            twin._stores = tuple(s.snapshot() for s in self._stores)
         return twin
 
     # mlx_lm asks whether a cache has these. The property is there in full precision alone.
@@ -337,26 +334,28 @@ class QuantizedStreamingCache(Buffers):
     def _assign(self, which: int, value: mx.array) -> None:
         if self._ring is None or value.shape != self._ring[which].shape:
             raise ValueError("assign an array of the shape of the buffer that it replaces")
-        self._ring[which] = value
+        pair = list(self._ring)
+        pair[which] = value
+        self._ring = tuple(pair)
 
     # Inside
 
     def _snapshot(self, placed: int, chunk: int, queries: int) -> Snapshot:
         capacity = self._stores[0].capacity if self._stores else 0
-        return Snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
+        return snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
 
     def _views(self) -> list[CacheView]:
         """What the queries of the last call see: one view, or two if a group was packed midway."""
         chunk = self._chunk_length()
         shot = self._snapshot(self._count - chunk, chunk, self._queries)
-        ring = tuple(a[...] for a in self._ring) if shot.placed else None
-        stores = tuple(s.snapshot() for s in self._stores) if shot.groups else None
+        ring = self._ring if shot.placed else None
+        stores = self._stores if shot.groups else None
         view = CacheView(shot, ring, stores, self._chunk, self._dtype, self._moved(shot))
         if not self._cut:
             return [view]
         # The margin that trim needs in ring and stores serves these queries too.
         seen = self._count - self._queries
-        first = shot._replace(placed=seen, groups=shot.groups - 1, chunk=0, queries=self._cut)
+        first = snapshot(self.plan, shot.capacity, seen, shot.groups - 1, 0, self._cut)
         return [CacheView(first, ring, stores, None, self._dtype, self._moved(first)), view]
 
     def _moved(self, shot: Snapshot) -> Moved | None:
@@ -370,22 +369,25 @@ class QuantizedStreamingCache(Buffers):
         before = self._rebased - self._to_turn
         return Moved(self.rotation, row, shot.first_query + row - before - last)
 
-    def _check(self, keys: mx.array, values: mx.array) -> None:
+    def _check(self, keys: mx.array, values: mx.array) -> int:
+        """The number of tokens, if they can be appended."""
         if self.config.reposition:
             if self.rotation is None or self.plan.window is None or not self.packed_attention:
                 raise ValueError("reposition=True: let make_prompt_cache make the model's caches")
             if not hooks.attention_hooked():
                 raise ValueError("reposition=True needs mlx_lm patched: use mlx_kivi.patch()")
-        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        k, v = keys.shape, values.shape
+        if len(k) != 4 or k[:3] != v[:3]:
             raise ValueError(
-                f"keys of shape {keys.shape} and values of shape {values.shape} do not fit each "
+                f"keys of shape {k} and values of shape {v} do not fit each "
                 "other: give [batch, heads, tokens, head size]"
             )
-        if self._ring is None:
-            return
-        for name, new, old in zip(("keys", "values"), (keys, values), self._ring, strict=True):
-            if new.shape[:2] != old.shape[:2] or new.shape[3] != old.shape[3]:
-                raise ValueError(
-                    f"{name} of shape {new.shape} do not fit a cache of batch {old.shape[0]}, "
-                    f"{old.shape[1]} heads, head size {old.shape[3]}"
-                )
+        if self._ring is not None:
+            for name, new, ring in zip(("keys", "values"), (k, v), self._ring, strict=True):
+                old = ring.shape
+                if new[:2] != old[:2] or new[3] != old[3]:
+                    raise ValueError(
+                        f"{name} of shape {new} do not fit a cache of batch {old[0]}, "
+                        f"{old[1]} heads, head size {old[3]}"
+                    )
+        return k[2]

@@ -152,20 +152,25 @@ class Moved(NamedTuple):
         return mx.concatenate([x[:, :, : self.row].astype(mx.float32), late], axis=2)
 
 
-def rebase(rotation: Rotation, by: int, sink: int, ring: mx.array, store: KeyStore) -> None:
-    """Count the positions of stored keys from ``by`` less; the ``sink`` sinks stay. In place.
+def rebase(rotation: Rotation, by: int, sink: int, ring: mx.array, store: KeyStore) -> mx.array:
+    """Count the positions of stored keys from ``by`` less; the ``sink`` sinks stay.
 
     Packed groups are unpacked, turned and packed again: one more error of the quantiser for the
     tokens that are in the cache at the time.
+
+    Returns:
+        The new ring; the store is written to.
     """
     if rotation.dims == 0:
-        return
+        return ring
+    ring = ring[...]
     ring[:, :, sink:] = rotation.turned(ring[:, :, sink:], -by)
     if store.capacity:
         x = store.dense(0, store.capacity)
         if store.shift is not None:
             store.shift = rotation.turned(store.shift, -by)
         store.write(0, rotation.turned(x, -by))
+    return ring
 
 
 def rebased_by(offset: int, limit: int) -> int:

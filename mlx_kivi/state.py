@@ -117,7 +117,7 @@ def _check_header(header: Header) -> None:
         raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
 
 
-def read_ring(header: Header, arrays: Sequence[mx.array]) -> list[mx.array]:
+def read_ring(header: Header, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
     """Keys and values of the ring [B, H, slots, D], with room for all slots.
 
     Raises:
@@ -139,7 +139,7 @@ def read_ring(header: Header, arrays: Sequence[mx.array]) -> list[mx.array]:
         raise ValueError(f"recent keys are {keys.shape}, {header.rotation.dims} channels turn")
     plan = header.plan
     total = header.ring_slots if plan.ring is None else plan.sink + plan.ring
-    return [_padded(x, total) for x in (keys, values)]
+    return _padded(keys, total), _padded(values, total)
 
 
 def read_stores(
@@ -158,7 +158,7 @@ def read_stores(
         ValueError: if one array is missing, too many, or of another shape or type.
     """
     plan, slots = header.plan, header.store_slots
-    rest = [a[...] for a in arrays]  # the caches of one state write to arrays of their own
+    rest = list(arrays)
     if slots:
         capacity = plan.room(slots)
         for store, like in zip(stores, ring, strict=True):
@@ -195,4 +195,4 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 def _padded(x: mx.array, length: int) -> mx.array:
     more = length - x.shape[2]
-    return x[...] if more == 0 else mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])
+    return x if more == 0 else mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])

@@ -220,15 +220,15 @@ def test_growing_keeps_what_is_stored_and_shrinking_is_no_growth(
 
 
 @pytest.mark.parametrize("kind", [KeyStore, ValueStore])
-def test_a_snapshot_keeps_the_content_of_its_moment(kind: type[GroupStore]) -> None:
+def test_a_copy_keeps_the_content_of_its_moment(kind: type[GroupStore]) -> None:
     x = normal(64, 64)
     store = filled(kind(4, GROUP), x)
     before = store.dense(0, 2)
-    snapshot = store.snapshot()
+    copy = store.copy()
     store.write(0, normal(64, 64, seed=5))
     store.reserve(4, x)
-    assert mx.array_equal(snapshot.dense(0, 2), before)
-    assert snapshot.capacity == 2
+    assert mx.array_equal(copy.dense(0, 2), before)
+    assert copy.capacity == 2
 
 
 @pytest.mark.parametrize("kind", [KeyStore, ValueStore])

@@ -97,7 +97,7 @@ def snapshot(config: KVCacheConfig, placed: int, chunk: int) -> Snapshot:
 
 def shown_once(shot: Snapshot) -> np.ndarray:
     """How often each query row sees each position: [queries, placed + chunk]."""
-    biases = shot.ring_bias(), shot.store_bias(), shot.chunk_bias()
+    biases = shot.ring_bias, shot.store_bias, shot.chunk_bias
     widths = (
         shot.plan.sink + shot.plan.ring,
         shot.capacity * shot.plan.group,

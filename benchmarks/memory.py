@@ -1,7 +1,7 @@
 """Bytes of a cache by the length of the context, and the process's own memory.
 
-Each cache runs in a process of its own, so that its real memory can be read: resident memory
-before the cache is filled, and after. Caches are filled directly, without a prefill.
+Each cache of each length has a process of its own, so that its real memory can be read: resident
+memory before the cache is filled, and after. Caches are filled directly, without a prefill.
 
     python benchmarks/memory.py [--tokens 2048 8192 32768] [--dtype float16]
 """
@@ -9,6 +9,7 @@ before the cache is filled, and after. Caches are filled directly, without a pre
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
@@ -22,23 +23,22 @@ from decode import fill
 DEFAULT = ["stock", "stock-8-g64", "stock-4-g64", "int8", "int4", "int2", "int4-w1020"]
 
 
-def measure(model_path: str, name: str, tokens: list[int], dtype: mx.Dtype) -> dict[int, dict]:
-    """Bytes counted by the cache, and growth of the process's memory, at each length."""
+def resident() -> int:
+    """Bytes of this process in memory, without what has been freed and could be given back."""
+    mx.clear_cache()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def measure(model_path: str, name: str, tokens: int, dtype: mx.Dtype) -> dict[str, int]:
+    """Bytes counted by the cache, and growth of the process's memory."""
     model, _ = load_model(model_path)
-    process = psutil.Process()
-    results = {}
-    for count in tokens:
-        mx.clear_cache()
-        before = process.memory_info().rss
-        cache = caches(model, name)
-        fill(model, cache, count, dtype)
-        mx.clear_cache()
-        results[count] = {
-            "bytes": sum(c.nbytes for c in cache),
-            "process": process.memory_info().rss - before,
-        }
-        del cache
-    return results
+    fill(model, caches(model, name), 512, dtype)  # what the first use of anything costs
+    before = resident()
+    cache = caches(model, name)
+    fill(model, cache, tokens, dtype)
+    return {"bytes": sum(c.nbytes for c in cache), "process": resident() - before}
 
 
 def main() -> None:
@@ -49,14 +49,17 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.model, args.one, args.tokens, getattr(mx, args.dtype))))
+        dtype = getattr(mx, args.dtype)
+        print(json.dumps(measure(args.model, args.one, args.tokens[0], dtype)))
         return
     results = {}
     for name in args.caches:
-        command = [sys.executable, str(Path(__file__)), "--model", args.model, "--one", name]
-        command += ["--dtype", args.dtype, "--tokens", *map(str, args.tokens)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        results[name] = json.loads(out.splitlines()[-1])
+        results[name] = {}
+        for count in args.tokens:
+            command = [sys.executable, str(Path(__file__)), "--model", args.model, "--one", name]
+            command += ["--dtype", args.dtype, "--tokens", str(count)]
+            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            results[name][count] = json.loads(out.splitlines()[-1])
     stock = results.get("stock")
     rows = []
     for name, by_length in results.items():

@@ -43,15 +43,14 @@ class Plan(NamedTuple):
         return max(0, seen - self.sink - self.residual) // self.group
 
     def room(self, groups: int) -> int:
-        """Slots of a store that holds ``groups`` groups: all of a window, else one step to spare.
+        """Slots of a store that holds ``groups`` groups: one step to spare, a window's at most.
 
         Steps are a fiftieth of the store, 256 tokens at the most: copied seldom, and little of
         it held and computed on for nothing.
         """
-        if self.slots is not None:
-            return self.slots if groups else 0
         step = max(1, min(groups // 50, 256 // self.group))
-        return -(-groups // step) * step
+        room = -(-groups // step) * step
+        return room if self.slots is None else min(room, self.slots)
 
     def until_packing(self, seen: int) -> int | None:
         """Tokens that follow ``seen`` ones before another group is packed; None: it never is."""

@@ -26,6 +26,7 @@ from reference import (
 )
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.config import TRIM_MARGIN
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -195,10 +196,18 @@ def test_a_stream_with_a_window_keeps_its_buffers(name: str, sink: int, window: 
     sizes = set()
     for i in range(900):
         step(cache, stream, i, i + 1)
-        if i >= sink + window:
+        if i >= sink + window + TRIM_MARGIN + cache.config.group_size:
             shapes = [a.shape for a in arrays_in(cache)]
             sizes.add((cache.nbytes, str(sorted(shapes))))
     assert len(sizes) == 1
+
+
+def test_a_wide_window_costs_nothing_before_it_fills() -> None:
+    stream = Stream(900)
+    bounded, growing = cache_of("int4", sink=4, window=100_000), cache_of("int4", sink=4)
+    for cache in (bounded, growing):
+        run(cache, stream, [500] + [1] * 400)
+    assert bounded.nbytes == growing.nbytes
 
 
 @pytest.mark.parametrize(("name", "share"), [("int8", 0.55), ("int4", 0.30)])

@@ -255,6 +255,8 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
         config = KVCacheConfig.from_name(name, **given)
     except ValueError as error:
         raise ValueError(_in_flags(str(error))) from None
+    if args.kv_residual is not None and not config.quantized:
+        raise ValueError("--kv-residual is for packed caches: add --kv-quantize NAME")
     try:
         return with_max_kv_size(config, args.max_kv_size)
     except ValueError as error:

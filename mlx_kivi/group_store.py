@@ -15,6 +15,13 @@ from .config import value_group
 from .quantization import dequantize, quantize
 
 
+def stored_as(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """float32 data in the type that it came in: half a step past the largest number is that."""
+    if dtype == mx.float16:
+        x = mx.clip(x, -mx.finfo(dtype).max, mx.finfo(dtype).max)
+    return x.astype(dtype)
+
+
 def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """Type of scales and zeros for data of ``dtype``: 16 bits in any case."""
     # bfloat16 has the range that float32 data may need.
@@ -168,7 +175,7 @@ class KeyStore(GroupStore):
         if self.bits is None:
             return parts[0]
         x = dequantize(*parts, bits=self.bits, group_size=self.group_size).swapaxes(-1, -2)
-        return (x if self.shift is None else x + self.shift).astype(self.dtype)
+        return stored_as(x if self.shift is None else x + self.shift, self.dtype)
 
 
 class ValueStore(GroupStore):
@@ -210,4 +217,4 @@ class ValueStore(GroupStore):
             return parts[0]
         group, _ = value_group(self.head_dim, self.group_size, self.bits)
         x = dequantize(*parts, bits=self.bits, group_size=group)
-        return x[..., : self.head_dim].astype(self.dtype)
+        return stored_as(x[..., : self.head_dim], self.dtype)

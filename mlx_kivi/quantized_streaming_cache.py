@@ -201,8 +201,8 @@ class QuantizedStreamingCache(Buffers):
     def trim(self, n: int) -> int:
         """Forget the last n tokens, all or none of them.
 
-        Exact for the most recent 32 at least. Further back, without eviction, tokens that would
-        still be in full precision return with the precision that they were packed in.
+        Exact for the last 32 that were ever appended at least. Further back, without eviction,
+        tokens that would still be in full precision return with the precision they were packed in.
 
         Returns:
             The number of tokens forgotten: min(n, offset), or 0 if they can't be.

@@ -154,6 +154,7 @@ def test_a_window_that_leaves_nothing_to_pack_is_said(model_file, run):
         (["--kv-key-bits", "four"], "--kv-key-bits"),
         (["--kv-residual", "-1"], "--kv-residual -1"),
         (["--streaming-llm-sink", "4"], "--streaming-llm-sink needs --streaming-llm-window"),
+        (["--kv-residual", "32"], "--kv-residual is for packed caches: add --kv-quantize NAME"),
         (["--streaming-llm-window", "0"], "--streaming-llm-window 0"),
         (["--streaming-llm-window", "-5"], "--streaming-llm-window -5"),
         (["--streaming-llm-window", "9", "--streaming-llm-sink", "-1"], "--streaming-llm-sink -1"),

@@ -186,6 +186,15 @@ def test_tiny_ranges_and_huge_offsets_are_finite_and_within_half_a_step(
     assert mx.isfinite(product).all()
 
 
+@pytest.mark.parametrize("kind", [KeyStore, ValueStore])
+@pytest.mark.parametrize("bits", BITS)
+def test_the_largest_numbers_of_float16_do_not_become_infinite(
+    kind: type[GroupStore], bits: int
+) -> None:
+    x = mx.where(normal(64, 64) > 0, 65504.0, -65504.0).astype(mx.float16)
+    assert mx.isfinite(filled(kind(bits, GROUP), x).dense(0, 2)).all()
+
+
 # Slots
 
 

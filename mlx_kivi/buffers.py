@@ -68,7 +68,8 @@ class Buffers:
         if self._to_turn:
             keys, values = self._ring
             self._stores = tuple(store.copy() for store in self._stores)
-            keys = rebase(self.rotation, self._to_turn, self.plan.sink, keys, self._stores[0])
+            still = self.plan.sink if self.config.reposition else 0
+            keys = rebase(self.rotation, self._to_turn, still, keys, self._stores[0])
             self._ring = keys, values
             self._to_turn = 0
 

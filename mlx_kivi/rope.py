@@ -152,8 +152,8 @@ class Moved(NamedTuple):
         return mx.concatenate([x[:, :, : self.row].astype(mx.float32), late], axis=2)
 
 
-def rebase(rotation: Rotation, by: int, sink: int, ring: mx.array, store: KeyStore) -> mx.array:
-    """Count the positions of stored keys from ``by`` less; the ``sink`` sinks stay.
+def rebase(rotation: Rotation, by: int, still: int, ring: mx.array, store: KeyStore) -> mx.array:
+    """Count the positions of stored keys from ``by`` less; the first ``still`` of the ring stay.
 
     Packed groups are unpacked, turned and packed again: one more error of the quantiser for the
     tokens that are in the cache at the time.
@@ -164,7 +164,7 @@ def rebase(rotation: Rotation, by: int, sink: int, ring: mx.array, store: KeySto
     if rotation.dims == 0:
         return ring
     ring = ring[...]
-    ring[:, :, sink:] = rotation.turned(ring[:, :, sink:], -by)
+    ring[:, :, still:] = rotation.turned(ring[:, :, still:], -by)
     if store.capacity:
         x = store.dense(0, store.capacity)
         if store.shift is not None:

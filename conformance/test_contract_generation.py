@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,10 +22,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 
+from .architectures.models import CONFIGS
 from .contract.kinds import POLICIES
 from .contract.models import perturbed, prompt, run, steps
-
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 every_policy = pytest.mark.parametrize("name", POLICIES)
 unbounded = pytest.mark.parametrize("name", ["full", "int8", "int4"])
@@ -117,10 +114,7 @@ def test_a_mask_of_the_models_own_is_split_with_the_call(llama: nn.Module) -> No
 @pytest.mark.parametrize("module", ["exaone4", "ministral3", "gpt_oss"])
 def test_a_draft_model_changes_no_token_of_sliding_window_models(module: str) -> None:
     """mlx-lm's own rotating caches are wrong here, once past the window."""
-    path = SHARED / "data" / "arch_configs.json"
-    if not path.is_file():
-        pytest.skip("needs the configurations in ../shared/data/arch_configs.json")
-    config = json.loads(path.read_text())[module]
+    config = CONFIGS[module]
     package = importlib.import_module(f"mlx_lm.models.{module}")
 
     def make() -> nn.Module:

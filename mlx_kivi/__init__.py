@@ -1,5 +1,6 @@
 """Packed, bounded KV caches for mlx-lm: KIVI quantisation and StreamingLLM, together."""
 
+from . import tinygpt  # noqa: F401 - makes its model type known to mlx_lm.load
 from .config import KVCacheConfig
 from .factory import make_prompt_cache
 from .patch import patch, patched, unpatch

@@ -38,7 +38,8 @@ def parse(
         argv: The command line without the program's name.
 
     Returns:
-        The arguments, and the policy: None if no flag of ours was given.
+        The arguments, with ``given_group_size`` (None: --kv-group-size is at its default), and the
+        policy: None if no flag of ours was given.
 
     Raises:
         CommandError: for a bad value; argparse itself exits with code 2 for a bad flag.
@@ -47,8 +48,9 @@ def parse(
     # mlx_lm's default for --kv-group-size can't be told from the same value given.
     unset = make_parser()
     unset.set_defaults(kv_group_size=None)
+    args.given_group_size = getattr(unset.parse_args(argv), "kv_group_size", None)
     try:
-        config = cache_config.from_arguments(args, unset.parse_args(argv).kv_group_size)
+        config = cache_config.from_arguments(args, args.given_group_size)
     except ValueError as error:
         raise CommandError(str(error), 2) from None
     return args, config

@@ -19,7 +19,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from . import cli, hooks, loading, positions, prompt_file, report
-from .config import KVCacheConfig
+from .config import TRIM_MARGIN, KVCacheConfig
 from .factory import build
 from .patch import patched
 
@@ -62,7 +62,7 @@ def run(
         return loading.load(mlx_load, path, args, **kwargs)
 
     def generate(model: Any, tokenizer: Any, prompt: Any, **kwargs: Any) -> Any:
-        return _generate(mlx_call, config, hints, model, tokenizer, prompt, **kwargs)
+        return _generate(mlx_call, args, config, hints, model, tokenizer, prompt, **kwargs)
 
     replacements = {
         "setup_arg_parser": setup_arg_parser,
@@ -84,6 +84,7 @@ def run(
 
 def _generate(
     mlx_call: Callable[..., Any],
+    args: argparse.Namespace,
     config: KVCacheConfig | None,
     hints: list[str],
     model: Any,
@@ -95,6 +96,8 @@ def _generate(
     verbose = kwargs.get("verbose", False)
     draft = kwargs.get("draft_model")
     caches = kwargs.get("prompt_cache")
+    if caches is not None and any(_ours(caches)):
+        _check_file(args, model, draft, caches)
     if config is not None:
         try:
             built = build(model, config)
@@ -105,27 +108,57 @@ def _generate(
         except ValueError as error:
             raise cli.CommandError(str(error), 2) from None
         kwargs["prompt_cache"] = caches
-    told = verbose and caches is not None and any(_ours(caches))
+    ours = caches is not None and any(_ours(caches))
+    told = verbose and ours
+    if ours and draft is not None and args.num_draft_tokens >= TRIM_MARGIN:
+        raise cli.CommandError(
+            f"--num-draft-tokens {args.num_draft_tokens}: use {TRIM_MARGIN - 1} or fewer, which a "
+            "packed or bounded cache can take back",
+            2,
+        )
     main_caches = None if caches is None else caches[: len(caches) - _draft_count(draft)]
     if told:
         if hints:
             print(f"Defaults from the model file: {' '.join(hints)}")
-        print(report.describe(model, main_caches, len(prompt)))
+        print(report.describe(model, main_caches, len(prompt) + report.seen(main_caches)))
         if line := positions.describe(model, main_caches):
             print(line)
-    if verbose and draft is None and len(prompt) > 2 * kwargs.get("prefill_step_size", 2048):
+    if told and draft is None and len(prompt) > 2 * kwargs.get("prefill_step_size", 2048):
         kwargs["prompt_progress_callback"] = _progress_bar(len(prompt))
     end = _end_of_table(model, main_caches, draft, len(prompt))
     cut = end is not None and not 0 <= kwargs["max_tokens"] <= end
     if cut:
         kwargs["max_tokens"] = end
-    with _interruptible(), positions.look_ahead() as ahead:
+    interruptible = _interruptible() if ours else contextlib.nullcontext()
+    with interruptible, positions.look_ahead() as ahead:
         text = mlx_call(model, tokenizer, prompt, **kwargs)
     if cut and (ahead.used or draft is not None):
         print(positions.ended(model), file=sys.stdout if verbose else sys.stderr)
     if told:
         print(report.summary(model, main_caches))
     return text
+
+
+def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[Any]) -> None:
+    """Refuse flags of mlx_lm's that caches of ours from a file contradict, or can't serve."""
+    if len(caches) != len(report.own_caches(model)) + _draft_count(draft) and draft is not None:
+        raise cli.CommandError(
+            "--prompt-cache-file has no caches for the draft model: leave --draft-model out", 2
+        )
+    members = (m for cache in caches for m in getattr(cache, "caches", [cache]))
+    policy = next(m.config for m in members if isinstance(m, report.QuantizedStreamingCache))
+    held = None if policy.window is None else policy.sink + policy.window
+    for flag, value, fits in (
+        ("--kv-bits", args.kv_bits, False),
+        ("--max-kv-size", args.max_kv_size, args.max_kv_size == held),
+        ("--kv-group-size", args.given_group_size, args.given_group_size == policy.group_size),
+    ):
+        if value is not None and not fits:
+            raise cli.CommandError(
+                f"{flag} {value} contradicts --prompt-cache-file ({policy.describe()}): leave it "
+                "out, or make the file again",
+                2,
+            )
 
 
 def _end_of_table(model: Any, caches: list[Any] | None, draft: Any, prompt: int) -> int | None:

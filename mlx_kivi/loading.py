@@ -14,9 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from . import tinygpt
 from .cli import CommandError
+from .config import KVCacheConfig
 
 # What a header's kviBits stand for.
 _STORAGE = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "fp16", 32: "none"}
+_BITS = (5, 6)  # have no name of their own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +63,17 @@ def load(
             return _load_file(local, args, flag, kwargs)
         if local.is_dir():
             _check_directory(path, local, flag)
-        elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        elif path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise CommandError(f"{flag} {path}: no such directory")
-        ours = local.is_dir() and _hints(path) is not None
-        _check_flags(args, ours)
-        if not ours:
+        hints = _hints(path) if local.is_dir() else None
+        _check_flags(args, hints is not None)
+        if hints is None:
             return _mlx_load(mlx_load, path, local, flag, kwargs)
         with _quiet_transformers():
             loaded = _mlx_load(mlx_load, path, local, flag, kwargs)
+        if hints.tokenizerSource is None:
+            # mlx_lm would stream bytes by decoding the whole line for each.
+            loaded = loaded[0], tinygpt.byte_tokenizer(), *loaded[2:]
         if args is not None and args.lora is not None:
             tinygpt.merge_lora(loaded[0], args.lora, _weight(args))
         return loaded
@@ -176,14 +181,27 @@ def hinted_flags(path: str | None, args: argparse.Namespace) -> list[str]:
         return []
     flags = []
     if hints.kviBits is not None and not given("kv_quantize", "kv_key_bits", "kv_value_bits"):
-        if hints.kviBits not in _STORAGE:
+        bits = str(hints.kviBits)
+        if hints.kviBits in _BITS:
+            flags += ["--kv-key-bits", bits, "--kv-value-bits", bits]
+        elif hints.kviBits in _STORAGE:
+            flags += ["--kv-quantize", _STORAGE[hints.kviBits]]
+        else:
+            known = ", ".join(map(str, sorted([*_STORAGE, *_BITS])))
             raise CommandError(
-                f"{path}: config.kviBits: expected {', '.join(map(str, _STORAGE))}, got "
-                f"{hints.kviBits}: choose with --kv-quantize NAME"
+                f"{path}: config.kviBits: expected {known}, got {bits}: choose with --kv-quantize "
+                "NAME"
             )
-        flags += ["--kv-quantize", _STORAGE[hints.kviBits]]
     bounded = given("streaming_llm_window", "max_kv_size")
     if hints.streamingWindow is not None and not bounded:
+        sinks = (args.streaming_llm_sink, hints.streamingSink, KVCacheConfig.sink)
+        sink = next(n for n in sinks if n is not None)
+        if hints.streamingWindow + sink > hints.ctx:
+            raise CommandError(
+                f"{path}: config.streamingWindow: expected sinks and window within the "
+                f"{hints.ctx} positions of ctx, got {hints.streamingWindow}: choose with "
+                f"--streaming-llm-window {hints.ctx - sink}"
+            )
         flags += ["--streaming-llm-window", str(hints.streamingWindow)]
         bounded = True
     if hints.streamingSink is not None and bounded and not given("streaming_llm_sink"):

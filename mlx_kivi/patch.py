@@ -62,7 +62,10 @@ def unpatch() -> None:
 
 @contextmanager
 def patched(config: KVCacheConfig | None = None, **fields: Any) -> Iterator[KVCacheConfig]:
-    """`patch` for a ``with`` block, in this thread only: other threads keep their policy."""
+    """`patch` for a ``with`` block, in this thread only: other threads keep their policy.
+
+    Threads that are started in the block do too, mlx_lm's server among them: use `patch` there.
+    """
     chosen = _as_config(config, fields)
     holder = object()
     _hold(holder)
@@ -99,7 +102,11 @@ def _as_config(config: KVCacheConfig | None, fields: dict[str, Any]) -> KVCacheC
 def dispatch_make(model: Any, max_kv_size: int | None) -> list[Any]:
     """What runs in place of mlx_lm's `make_prompt_cache` while it is patched."""
     config = _local_config.get() or _patched_config
-    if config is None:  # another thread's `patched` block
+    # In another thread's `patched` block; or asked for no more than what mlx_lm's own bounded
+    # cache does, which goes into batches.
+    if config is None or (
+        config == KVCacheConfig() and max_kv_size is not None and not hasattr(model, "make_cache")
+    ):
         return _factory.original("make_prompt_cache")(model, max_kv_size)
     caches = build(model, config, max_kv_size)
     from .report import unconverted

@@ -154,6 +154,7 @@ def describe(model: Any, caches: list[Any], tokens: int = LONG) -> str:
     for policy, count in policies.items():
         lines.append(f"KV cache of {count} of {len(flat)} layers: {policy}")
     lines += unconverted(model, caches, flat=flat, tokens=tokens)
+    lines += _regrouped(flat)
     lines += _unpacked(flat)
     for length in sorted({tokens, LONG}):
         now, full = (sum(f(p) for p in flat) for f in (_bytes(length), _full(length)))
@@ -185,6 +186,22 @@ def unconverted(
             + ", ".join(shares)
         )
     return lines
+
+
+def _regrouped(flat: list[Part]) -> list[str]:
+    """Values whose head size the policy's groups do not divide."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for p in flat:
+        if p.ours and p.heads and p.heads.value_dim and p.cache.config.v_bits:
+            config, dim = p.cache.config, p.heads.value_dim
+            group, padded = value_group(dim, config.group_size, config.v_bits)
+            if (group, padded) != (config.group_size, dim):
+                found[group, dim, padded] += 1
+    return [
+        f"Values of {count} of {len(flat)} layers are in groups of {group}"
+        + (f", their heads of {dim} channels padded to {padded}" if padded > dim else "")
+        for (group, dim, padded), count in found.items()
+    ]
 
 
 def _unpacked(flat: list[Part]) -> list[str]:
@@ -220,13 +237,19 @@ def size(count: int) -> str:
     raise AssertionError
 
 
+def seen(caches: list[Any]) -> int:
+    """Tokens that the caches of ours have seen."""
+    members = (m for cache in caches for m in getattr(cache, "caches", [cache]))
+    return max((m.seen for m in members if isinstance(m, QuantizedStreamingCache)), default=0)
+
+
 def summary(model: Any, caches: list[Any]) -> str:
     """After a generation: tokens seen and stored, bytes, and what full precision would take."""
     flat = parts(model, caches)
     ours = [p.cache for p in flat if p.ours]
-    seen = max((c.seen for c in ours), default=0)
+    count = seen(caches)
     stored = max((c.size() for c in ours), default=0)
-    tokens = f"{seen:,} tokens seen" + (f", {stored:,} stored" if stored != seen else "")
-    now = sum(c.nbytes for c in ours) + sum(p.bytes(seen) for p in flat if not p.ours)
-    full = sum(p.full_bytes(seen) for p in flat)
+    tokens = f"{count:,} tokens seen" + (f", {stored:,} stored" if stored != count else "")
+    now = sum(c.nbytes for c in ours) + sum(p.bytes(count) for p in flat if not p.ours)
+    full = sum(p.full_bytes(count) for p in flat)
     return f"KV cache: {tokens}, {size(now)} (full precision: {size(full)})"

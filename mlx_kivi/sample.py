@@ -97,13 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         args, config = cli.parse(setup_arg_parser, [*hints, *argv])
         if not args.cache and config is not None:
             raise CommandError("--no-cache leaves nothing for the flags of the KV cache to do", 2)
-        if config is not None:
-            source = f" (from the model file: {' '.join(hints)})" if hints else ""
-            _note(f"KV cache: {config.describe()}{source}")
         holder = object()
         hooks.attention.hold(holder)
         try:
-            run(args, config or KVCacheConfig())
+            run(args, config, hints)
         finally:
             hooks.attention.release(holder)
 
@@ -125,8 +122,15 @@ def _check_flags(args: argparse.Namespace) -> None:
                 raise CommandError(f"--{name.replace('_', '-')} needs the cache: not --no-cache", 2)
 
 
-def run(args: argparse.Namespace, config: KVCacheConfig) -> None:
-    """Load, prefill, stream the text, report."""
+def run(args: argparse.Namespace, given: KVCacheConfig | None, hints: list[str]) -> None:
+    """Load, prefill, stream the text, report.
+
+    Args:
+        args: The flags of `setup_arg_parser`.
+        given: The policy that flags ask for, if any do.
+        hints: Those of the flags that came from the model file.
+    """
+    config = given or KVCacheConfig()
     if args.seed is not None:
         mx.random.seed(args.seed)
     model, tokenizer = loading.load(mlx_lm.load, args.model, args, flag="MODEL")
@@ -138,6 +142,10 @@ def run(args: argparse.Namespace, config: KVCacheConfig) -> None:
         end = positions.tokens_to_come(model, caches, len(ids))
     except ValueError as error:
         raise CommandError(str(error), 2) from None
+    if given is not None:
+        if hints:
+            _note(f"Defaults from the model file: {' '.join(hints)}")
+        _note(report.describe(model, caches, len(ids)))
     if args.kv_preallocate:
         _preallocate(caches, positions.table_size(model), len(ids) + args.tokens)
 
@@ -168,7 +176,7 @@ def run(args: argparse.Namespace, config: KVCacheConfig) -> None:
     how = "uncached" if caches is None else "KV-cached"
     print(f"({made} tokens in {seconds:.2f}s — {made / seconds:.0f} tok/s · {how})")
     if caches is not None:
-        print(_cache_line(model, caches, len(ids) + made))
+        print(_cache_line(model, caches, len(ids) + made, config.window))
 
 
 def generated(
@@ -294,15 +302,16 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _cache_line(model: Any, caches: list[Any], tokens: int) -> str:
+def _cache_line(model: Any, caches: list[Any], tokens: int, window: int | None) -> str:
     members = [member for cache in caches for member in getattr(cache, "caches", [cache])]
     ours = [c for c in members if isinstance(c, QuantizedStreamingCache)]
     seen = max((c.seen for c in ours), default=tokens)
     line = f"KV cache:  {seen} tokens · {report.size(sum(c.nbytes for c in caches))}"
     if getattr(model.args, "useYOCO", False):
         line += f" · YOCO ({len(caches)}/{len(model.layers)} layers populated)"
-    stored = max((c.size() for c in ours), default=seen)
-    if stored < seen:
+    # A window that the model was trained with is no cap of ours.
+    stored = max((c.size() for c in ours if c.config.window in (None, window)), default=seen)
+    if window is not None and stored < seen:
         line += f" · stored {stored} (StreamingLLM cap)"
     return line
 

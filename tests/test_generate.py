@@ -234,6 +234,42 @@ def test_a_broken_prompt_file_ends_with_one_line(model_file, tmp_path, run):
     assert code == 1 and err.count("\n") == 1 and str(path) in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--kv-bits", 4], "--kv-bits 4 contradicts --prompt-cache-file (4 bits"),
+        (["--max-kv-size", 50], "--max-kv-size 50 contradicts"),
+        (["--kv-group-size", 32], "--kv-group-size 32 contradicts"),
+        (["--draft-model", "MODEL"], "no caches for the draft model: leave --draft-model out"),
+    ],
+)
+def test_flags_of_mlx_lm_that_contradict_a_prompt_file_are_refused(
+    model_file, tmp_path, run, flags, said
+):
+    path = str(tmp_path / "prompt.safetensors")
+    prompt_file(model_file, path, KVCacheConfig.from_name("int4", window=150))
+    flags = [model_file if flag == "MODEL" else flag for flag in flags]
+    code, _, err = run("-p", "x", "-m", 3, "--prompt-cache-file", path, *flags)
+    assert code == 2 and err.count("\n") == 1 and said in err
+    fits = ["--max-kv-size", 154, "--kv-group-size", 64]
+    assert run("-p", "x", "-m", 3, "--prompt-cache-file", path, *fits)[0] == 0
+
+
+def test_bytes_are_said_for_the_prompt_with_its_file(model_file, tmp_path, run):
+    path = str(tmp_path / "prompt.safetensors")
+    prompt_file(model_file, path, KVCacheConfig.from_name("int4", window=150))
+    out = run("-p", "x", "-m", 3, "--prompt-cache-file", path)[1]
+    before, after = (re.search(mark, out)[1] for mark in (r"At (\d+) tokens", r"(\d+) tokens seen"))
+    assert 186 < int(before) <= int(after) <= int(before) + 3
+
+
+def test_more_drafts_than_can_be_taken_back_are_refused(model_file, run):
+    base = ["--model", model_file, "-m", 3, *INT4, "--draft-model", model_file]
+    code, _, err = run(*base, "--num-draft-tokens", 32)
+    assert code == 2 and err.count("\n") == 1 and "--num-draft-tokens 32: use 31 or fewer" in err
+    assert run(*base, "--num-draft-tokens", 31)[0] == 0
+
+
 def test_a_draft_model_gets_our_cache_too(model_file, run):
     """Greedy text is the same with and without a draft."""
     base = ["--model", model_file, "-p", "To be", "-m", 60, "--verbose", "False", *INT4]

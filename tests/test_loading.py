@@ -222,7 +222,7 @@ def is_one_line(result, code, *parts):
     "switches, flags, code, parts",
     [
         ({"kviBits": 7}, [], 1, ["config.kviBits", "got 7", "--kv-quantize"]),
-        ({"streamingWindow": 300}, [], 2, ["ctx = 200", "--streaming-llm-window 196"]),
+        ({"streamingWindow": 300}, [], 1, ["config.streamingWindow", "--streaming-llm-window 196"]),
         ({}, ["--streaming-llm-window", "197"], 2, ["ctx = 200", "--streaming-llm-window 196"]),
         ({}, ["--max-kv-size", "300", "--kv-quantize", "int8"], 2, ["ctx = 200"]),
         ({}, ["--prompt", "x" * 201], 2, ["position 200", "--prompt of 201", "--streaming-llm-"]),

@@ -283,7 +283,27 @@ HINTS = {"kviBits": 4, "streamingSink": 3, "streamingWindow": 25}
 def test_hints_of_the_header_are_defaults_and_said(run, make_file):
     code, out, err = run(make_file(**HINTS), "--tokens", 60)
     assert (code, "(StreamingLLM cap)" in out) == (0, True)
-    assert re.search("KV cache: 4 bits.* sinks 3, window 25 .*from the model file", err)
+    assert "Defaults from the model file: --kv-quantize int4" in err
+    assert re.search("KV cache of 2 of 2 layers: 4 bits.* sinks 3, window 25", err)
+    assert "2 of 2 layers are not packed: a window of 25 fits in the full-precision part" in err
+
+
+def test_a_window_of_the_header_beyond_its_positions_is_named(run, make_file):
+    code, _, err = run(make_file(streamingWindow=1024), "--tokens", 9)
+    assert code == 1 and err.count("\n") == 1
+    assert "config.streamingWindow: expected sinks and window within the 40 positions" in err
+
+
+@pytest.mark.parametrize("bits", [5, 6])
+def test_bits_of_the_header_without_a_name(run, make_file, bits):
+    assert f"{bits} bits" in run(make_file(kviBits=bits), "--tokens", 9)[2]
+
+
+def test_a_window_that_the_model_was_trained_with_is_no_cap_of_ours(run, make_file):
+    model = make_file(slidingWindow=16)
+    assert "(StreamingLLM cap)" not in run(model, "--tokens", 40)[1]
+    _, out, err = run(model, "--tokens", 40, "--streaming-llm-window", 30)
+    assert "(StreamingLLM cap)" not in out and "sinks 0, window 16" in err
 
 
 def test_flags_override_hints(run, make_file):

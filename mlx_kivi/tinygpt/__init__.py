@@ -5,8 +5,8 @@
     model, tokenizer, config = tinygpt.load("model.tinygpt")
 
 The model is an ordinary mlx-lm model: `mlx_lm.generate`, batches, the server and this
-package's caches take it as any other. Importing this module also registers the model type
-"tinygpt", so that `mlx_lm.load` opens the directories that `convert-tinygpt` writes.
+package's caches take it as any other. `import mlx_kivi` makes the model type "tinygpt" known, so
+that `mlx_lm.load` opens the directories that `convert-tinygpt` writes.
 """
 
 import os

@@ -3,9 +3,9 @@
     python -m mlx_kivi convert-tinygpt model.tinygpt DIRECTORY
     python -m mlx_kivi convert-tinygpt DIRECTORY model.tinygpt --dtype fp16
 
-The directory is an ordinary one; `import mlx_kivi.tinygpt` makes its model type known to
-`mlx_lm.load`. Weights keep their bits, except that int4 becomes float32, exactly. AdamW's
-moments are left behind: a file written back has zeros there.
+The directory is an ordinary one; `import mlx_kivi` makes its model type known to `mlx_lm.load`.
+Weights keep their bits, except that int4 becomes float32, exactly. AdamW's moments are left behind:
+a file written back has zeros there.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def to_mlx(source: Path, target: Path, tokenizer_dir: str | None) -> str:
     moments = "; the optimizer state stays behind" if file.dtype == "fp32" else ""
     return (
         f"wrote {target}: {len(weights)} tensors{moments}; "
-        "after `import mlx_kivi.tinygpt`, mlx_lm.load opens it"
+        "after `import mlx_kivi`, mlx_lm.load opens it"
     )
 
 

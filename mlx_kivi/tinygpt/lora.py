@@ -50,8 +50,8 @@ def read_lora(
     if type(rank) is not int or rank < 1:
         raise TinyGPTError(path, "rank", f"expected a positive integer, got {show(rank)}")
     alpha = header.get("alpha", rank)
-    if type(alpha) not in (int, float):
-        raise TinyGPTError(path, "alpha", f"expected a number, got {show(alpha)}")
+    if type(alpha) not in (int, float) or not abs(alpha) <= 1e30:
+        raise TinyGPTError(path, "alpha", f"expected a number up to 1e30, got {show(alpha)}")
     targets = list(_targets(opened, args, rank))
     size = sum(4 * rank * sum(tensor.shape) for tensor in targets)
     body = len(opened.data) - opened.header_end

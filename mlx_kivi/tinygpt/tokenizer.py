@@ -24,17 +24,29 @@ class ByteDetokenizer(StreamingDetokenizer):
         self.reset()
 
     def reset(self) -> None:
-        self.offset = 0
+        self.offset = 0  # pieces that `last_segment` has given
         self.tokens: list[int] = []
-        self.text = ""
+        self._pieces: list[str] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add_token(self, token: int) -> None:
         self.tokens.append(token)
-        self.text += self._decoder.decode(bytes((token,)))
+        self._pieces.append(self._decoder.decode(bytes((token,))))
 
     def finalize(self) -> None:
-        self.text += self._decoder.decode(b"", final=True)
+        self._pieces.append(self._decoder.decode(b"", final=True))
+
+    @property
+    def text(self) -> str:
+        """All that is whole so far."""
+        return "".join(self._pieces)
+
+    @property
+    def last_segment(self) -> str:
+        """What has become whole since the last look, in time that does not grow with the text."""
+        fresh = self._pieces[self.offset :]
+        self.offset = len(self._pieces)
+        return "".join(fresh)
 
 
 def byte_tokenizer() -> TokenizerWrapper:

@@ -1,12 +1,14 @@
 """LoRA side files: merged as B A x does it, or refused in one line."""
 
 import json
+import random
 import struct
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from test_tinygpt_mutations import mutate
 
 from mlx_kivi import tinygpt
 from mlx_kivi.tinygpt import TinyGPTError
@@ -86,6 +88,8 @@ BAD = {
     "rank": {"rank": 0},
     "rank not a number": {"rank": "3"},
     "alpha": {"alpha": "6"},
+    "alpha beyond any float": {"alpha": 10**400},
+    "alpha no number": {"alpha": float("nan")},
     "base": {"baseLayers": 12},
     "entries": {"entries": {}},
     "unknown layer": _entry(name="blocks.9.attn.q_proj"),
@@ -121,6 +125,22 @@ def test_a_broken_adapter_file_gives_one_line(tmp_path, make_file, how, message)
     path = write(tmp_path / "a.lora", *adapter(), **how)
     with pytest.raises(TinyGPTError, match=message):
         tinygpt.load(make_file(), lora=path)
+
+
+def test_a_damaged_adapter_merges_soundly_or_gives_one_line(tmp_path, make_file):
+    model = make_file()
+    path = write(tmp_path / "a.lora", *adapter())
+    raw, refused = path.read_bytes(), 0
+    for seed in range(200):
+        path.write_bytes(mutate(random.Random(seed), raw))
+        try:
+            merged, _, _ = tinygpt.load(model, lora=path)
+        except TinyGPTError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
+            refused += 1
+        else:
+            assert all(mx.isfinite(array).all() for array in parameters(merged).values())
+    assert 100 < refused < 200
 
 
 def test_factors_and_weight_must_be_finite(tmp_path, make_file):

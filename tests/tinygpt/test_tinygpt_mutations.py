@@ -39,6 +39,7 @@ def _places(value):
 
 def _mutate_json(rng, raw):
     header = json.loads(raw)
+    keys = [*header.get("config", header), "floatOffset", "shape"]
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         place, key = rng.choice(list(_places(header)))
         action = rng.random()
@@ -49,7 +50,7 @@ def _mutate_json(rng, raw):
         elif isinstance(place, list):
             place.insert(rng.randrange(len(place) + 1), place[key])
         else:
-            place[rng.choice([*header["config"], "floatOffset", "shape"])] = place[key]
+            place[rng.choice(keys)] = place[key]
     return json.dumps(header).encode()
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from common import arguments, caches, finish, load_model, table
 from mlx.utils import tree_map
 
-DEFAULT = ["stock", "stock-4-g64", "rotating-1024", "int8", "int4", "int2", "int4-w1020"]
+DEFAULT = ["stock", "stock-8-g64", "stock-4-g64", "stock-2-g64", "rotating-1024"]
+DEFAULT += ["int8", "int4", "int2", "int4-w1020"]
 
 
 def fill(model: Any, cache: list[Any], tokens: int, dtype: mx.Dtype) -> None:

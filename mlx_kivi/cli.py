@@ -24,8 +24,13 @@ class CommandError(Exception):
 def extend(parser: argparse.ArgumentParser, prog: str) -> None:
     """Give an mlx_lm parser our name, our flags, and usage errors of one line."""
     parser.prog = prog
-    parser.error = lambda message: fail(prog, f"{message} (--help lists the flags)", 2)
+    one_line_usage(parser)
     cache_config.add_arguments(parser)
+
+
+def one_line_usage(parser: argparse.ArgumentParser) -> None:
+    """No usage text before what is wrong."""
+    parser.error = lambda message: fail(parser.prog, f"{message} (--help lists the flags)", 2)
 
 
 def parse(

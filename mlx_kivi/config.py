@@ -254,7 +254,7 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
         name = "none" if args.kv_quantize is None else args.kv_quantize
         config = KVCacheConfig.from_name(name, **given)
     except ValueError as error:
-        raise ValueError(_in_flags(str(error))) from None
+        raise ValueError(in_flags(str(error))) from None
     if args.kv_residual is not None and not config.quantized:
         raise ValueError("--kv-residual is for packed caches: add --kv-quantize NAME")
     try:
@@ -294,10 +294,12 @@ _FLAGS = {
 }
 
 
-def _in_flags(message: str) -> str:
+def in_flags(message: str) -> str:
+    """A message about fields of a policy, with the flags in their place."""
     for field, flag in _FLAGS.items():
         for mark in ("=", " "):
             if message.startswith(field + mark):
                 message = flag + " " + message[len(field) + 1 :]
     message = message.replace(", or None", "").replace("or None to", "or leave it out to")
+    message = message.replace("reposition=True", "--streaming-llm-reposition")
     return message

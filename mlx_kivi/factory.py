@@ -87,7 +87,7 @@ def _give_rotations(model: Any, config: KVCacheConfig, caches: list[Any]) -> Non
 
 
 def _no_reposition(model: Any, reason: str) -> ValueError:
-    name = (module_names(model) or [type(model).__module__])[-1]
+    name = (module_names(model) or [type(model).__module__])[-1].removesuffix(".model")
     return ValueError(f"reposition=True can't serve {name}: {reason}; leave it out")
 
 

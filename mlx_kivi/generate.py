@@ -19,7 +19,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from . import cli, hooks, loading, positions, prompt_file, report
-from .config import TRIM_MARGIN, KVCacheConfig
+from .config import TRIM_MARGIN, KVCacheConfig, in_flags
 from .factory import build
 from .patch import patched
 
@@ -106,7 +106,7 @@ def _generate(
             else:
                 caches = built + ([] if draft is None else build(draft, config))
         except ValueError as error:
-            raise cli.CommandError(str(error), 2) from None
+            raise cli.CommandError(in_flags(str(error)), 2) from None
         kwargs["prompt_cache"] = caches
     ours = caches is not None and any(_ours(caches))
     told = verbose and ours

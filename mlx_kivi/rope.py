@@ -191,6 +191,8 @@ def rotations(model: Any, caches: Sequence[Any]) -> list[Rotation]:
     for name in names:
         if name in _FIXED:
             raise ValueError(_FIXED[name])
+    if getattr(model, "model_type", None) == "tinygpt":
+        raise ValueError(_LEARNED)
     if not names or not _KNOWN.issuperset(names):
         raise ValueError("it is no model of mlx_lm whose positions are known here")
     # nemotron-nas makes no cache for layers without attention; looped models use a layer more

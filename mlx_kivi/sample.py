@@ -24,7 +24,7 @@ from mlx import nn
 
 from . import cli, hooks, loading, positions, report
 from .cli import CommandError
-from .config import GROUP_SIZES, KVCacheConfig
+from .config import GROUP_SIZES, KVCacheConfig, in_flags
 from .factory import build
 from .prompt_file import PromptFileError, check, load_prompt_cache, save_prompt_cache
 from .quantized_streaming_cache import QuantizedStreamingCache
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, given: KVCacheConfig | None, hints: list[str])
         caches = build(model, config) if args.cache else None
         end = positions.tokens_to_come(model, caches, len(ids))
     except ValueError as error:
-        raise CommandError(str(error), 2) from None
+        raise CommandError(in_flags(str(error)), 2) from None
     if given is not None:
         if hints:
             _note(f"Defaults from the model file: {' '.join(hints)}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import cli
 from . import mlx_config
 from .config import ModelArgs
 from .container import TinyGPTError, parse_object
@@ -31,6 +32,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         prog="python -m mlx_kivi convert-tinygpt",
         description="Convert a .tinygpt file into an MLX model directory, or back.",
     )
+    cli.one_line_usage(parser)
     parser.add_argument("source", help="A .tinygpt file or an MLX directory of such a model.")
     parser.add_argument("target", help="What to write; must not exist yet.")
     parser.add_argument(
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             done = to_tinygpt(source, target, args.dtype)
     except (TinyGPTError, OSError) as error:
-        parser.exit(1, f"error: {error}\n")
+        cli.fail(parser.prog, str(error), 1)
     print(done)
 
 

@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 
+from .architectures import models
 from .architectures.models import CONFIGS
 from .contract.kinds import POLICIES
 from .contract.models import perturbed, prompt, run, steps
@@ -109,6 +110,24 @@ def test_a_mask_of_the_models_own_is_split_with_the_call(llama: nn.Module) -> No
                 start += n
             outputs.append(mx.concatenate(parts, axis=2))
         assert mx.allclose(*outputs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", ["deepseek_v3", "stablelm", "plamo"])
+@pytest.mark.parametrize("name", ["int4", "int4-bounded"])
+def test_a_draft_model_changes_no_token_of_models_that_get_arrays(module: str, name: str) -> None:
+    """A call that packs a group midway is made in two."""
+    model, other = (models.build(module) for _ in range(2))
+    tokens = prompt(90, 32)
+    draft = perturbed(model, other, 0.02)
+    for made_before in (False, True):
+        with mlx_kivi.patched(POLICIES[name]):
+            want = greedy(model, tokens, 150)
+            kwargs = {"num_draft_tokens": 5}
+            if made_before:
+                kwargs["prompt_cache"] = make_prompt_cache(model) + make_prompt_cache(draft)
+            got, accepted = speculative(model, draft, tokens, 150, **kwargs)
+        assert got == want
+        assert 5 < accepted
 
 
 @pytest.mark.parametrize("module", ["exaone4", "ministral3", "gpt_oss"])

@@ -106,7 +106,7 @@ def _attention_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
     from mlx_lm.models import base
     from mlx_lm.models import cache as caches
 
-    from . import positions
+    from . import positions, speculation
     from .quantized_streaming_cache import QuantizedStreamingCache
 
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
@@ -136,6 +136,7 @@ def _attention_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
         "trim_prompt_cache": Hook(caches.trim_prompt_cache, trim_prompt_cache),
         "save_prompt_cache": Hook(caches.save_prompt_cache, save_prompt_cache),
         "load_prompt_cache": Hook(caches.load_prompt_cache, load_prompt_cache),
+        "speculative_generate_step": speculation.hook(),
         **positions.model_hooks(),
     }
     # CacheList looks its members' classes up by name in its module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_lm.models import cache as mlx_caches
@@ -18,6 +19,14 @@ def own_caches(model: Any) -> list[Any]:
     if hasattr(model, "make_cache"):
         return list(model.make_cache())
     return [mlx_caches.KVCache() for _ in model.layers]
+
+
+def ours(caches: Sequence[Any]) -> Iterator[QuantizedStreamingCache]:
+    """Those of a model's caches that are of this package, inside `CacheList` too."""
+    for cache in caches:
+        for member in getattr(cache, "caches", [cache]):
+            if isinstance(member, QuantizedStreamingCache):
+                yield member
 
 
 def make_prompt_cache(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from . import cli, hooks, loading, positions, prompt_file, report
 from .config import TRIM_MARGIN, KVCacheConfig, in_flags
-from .factory import build
+from .factory import build, ours
 from .patch import patched
 
 PROG = "mlx_kivi.generate"
@@ -96,7 +96,7 @@ def _generate(
     verbose = kwargs.get("verbose", False)
     draft = kwargs.get("draft_model")
     caches = kwargs.get("prompt_cache")
-    if caches is not None and any(_ours(caches)):
+    if caches is not None and any(ours(caches)):
         _check_file(args, model, draft, caches)
     if config is not None:
         try:
@@ -108,9 +108,9 @@ def _generate(
         except ValueError as error:
             raise cli.CommandError(in_flags(str(error)), 2) from None
         kwargs["prompt_cache"] = caches
-    ours = caches is not None and any(_ours(caches))
-    told = verbose and ours
-    if ours and draft is not None and args.num_draft_tokens >= TRIM_MARGIN:
+    packed = caches is not None and any(ours(caches))
+    told = verbose and packed
+    if packed and draft is not None and args.num_draft_tokens >= TRIM_MARGIN:
         raise cli.CommandError(
             f"--num-draft-tokens {args.num_draft_tokens}: use {TRIM_MARGIN - 1} or fewer, which a "
             "packed or bounded cache can take back",
@@ -129,7 +129,7 @@ def _generate(
     cut = end is not None and not 0 <= kwargs["max_tokens"] <= end
     if cut:
         kwargs["max_tokens"] = end
-    interruptible = _interruptible() if ours else contextlib.nullcontext()
+    interruptible = _interruptible() if packed else contextlib.nullcontext()
     with interruptible, positions.look_ahead() as ahead:
         text = mlx_call(model, tokenizer, prompt, **kwargs)
     if cut and (ahead.used or draft is not None):
@@ -145,8 +145,7 @@ def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[A
         raise cli.CommandError(
             "--prompt-cache-file has no caches for the draft model: leave --draft-model out", 2
         )
-    members = (m for cache in caches for m in getattr(cache, "caches", [cache]))
-    policy = next(m.config for m in members if isinstance(m, report.QuantizedStreamingCache))
+    policy = next(ours(caches)).config
     held = None if policy.window is None else policy.sink + policy.window
     for flag, value, fits in (
         ("--kv-bits", args.kv_bits, False),
@@ -170,12 +169,6 @@ def _end_of_table(model: Any, caches: list[Any] | None, draft: Any, prompt: int)
     if draft is None or end is None:
         return end
     return max(1, end - 1)  # what is drafted is checked at once, so each token needs its place
-
-
-def _ours(caches: list[Any]) -> Iterator[bool]:
-    for cache in caches:
-        members = getattr(cache, "caches", [cache])
-        yield any(isinstance(m, report.QuantizedStreamingCache) for m in members)
 
 
 def _draft_count(draft: Any) -> int:

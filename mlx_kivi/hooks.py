@@ -21,15 +21,23 @@ class Hook:
 
     Args:
         function: The function of mlx_lm.
-        replacement: A function with the same parameters. Its code runs with mlx_lm's globals,
-            so it has to import what it needs.
+        replacement: A function with the same parameters; with ``needs``, of any. Its code runs
+            with mlx_lm's globals, so it has to import what it needs.
+        needs: Parameters that have to be there, in this order, whatever others are.
 
     Raises:
         RuntimeError: if the parameters differ: this mlx_lm is not one that is supported.
     """
 
-    def __init__(self, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        replacement: Callable[..., Any],
+        needs: tuple[str, ...] = (),
+    ) -> None:
         theirs, ours = (list(inspect.signature(f).parameters) for f in (function, replacement))
+        if needs:
+            theirs, ours = [name for name in theirs if name in needs], list(needs)
         if theirs != ours:
             raise RuntimeError(
                 f"this mlx-lm is not supported: {function.__module__}.{function.__name__} takes "
@@ -41,6 +49,7 @@ class Hook:
         self.original = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__
         )
+        self.original.__kwdefaults__ = function.__kwdefaults__
 
     def install(self) -> None:
         self._function.__code__ = self._code

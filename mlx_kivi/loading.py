@@ -16,9 +16,10 @@ from . import tinygpt
 from .cli import CommandError
 from .config import KVCacheConfig
 
-# What a header's kviBits stand for.
-_STORAGE = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "fp16", 32: "none"}
-_BITS = (5, 6)  # have no name of their own
+# The flags that a header's kviBits stand for; 5 and 6 bits have no name.
+_NAMED = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "fp16", 32: "none"}
+_STORAGE = {bits: ["--kv-quantize", name] for bits, name in _NAMED.items()}
+_STORAGE |= {bits: ["--kv-key-bits", str(bits), "--kv-value-bits", str(bits)] for bits in (5, 6)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,17 +182,13 @@ def hinted_flags(path: str | None, args: argparse.Namespace) -> list[str]:
         return []
     flags = []
     if hints.kviBits is not None and not given("kv_quantize", "kv_key_bits", "kv_value_bits"):
-        bits = str(hints.kviBits)
-        if hints.kviBits in _BITS:
-            flags += ["--kv-key-bits", bits, "--kv-value-bits", bits]
-        elif hints.kviBits in _STORAGE:
-            flags += ["--kv-quantize", _STORAGE[hints.kviBits]]
-        else:
-            known = ", ".join(map(str, sorted([*_STORAGE, *_BITS])))
+        if hints.kviBits not in _STORAGE:
+            known = ", ".join(map(str, sorted(_STORAGE)))
             raise CommandError(
-                f"{path}: config.kviBits: expected {known}, got {bits}: choose with --kv-quantize "
-                "NAME"
+                f"{path}: config.kviBits: expected {known}, got {hints.kviBits}: choose with "
+                "--kv-quantize NAME"
             )
+        flags += _STORAGE[hints.kviBits]
     bounded = given("streaming_llm_window", "max_kv_size")
     if hints.streamingWindow is not None and not bounded:
         sinks = (args.streaming_llm_sink, hints.streamingSink, KVCacheConfig.sink)

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from .config import value_group
-from .factory import own_caches
+from .factory import ours, own_caches
 from .group_store import scale_dtype
 from .quantized_streaming_cache import QuantizedStreamingCache
 
@@ -239,17 +239,16 @@ def size(count: int) -> str:
 
 def seen(caches: list[Any]) -> int:
     """Tokens that the caches of ours have seen."""
-    members = (m for cache in caches for m in getattr(cache, "caches", [cache]))
-    return max((m.seen for m in members if isinstance(m, QuantizedStreamingCache)), default=0)
+    return max((cache.seen for cache in ours(caches)), default=0)
 
 
 def summary(model: Any, caches: list[Any]) -> str:
     """After a generation: tokens seen and stored, bytes, and what full precision would take."""
     flat = parts(model, caches)
-    ours = [p.cache for p in flat if p.ours]
     count = seen(caches)
-    stored = max((c.size() for c in ours), default=0)
+    stored = max((cache.size() for cache in ours(caches)), default=0)
     tokens = f"{count:,} tokens seen" + (f", {stored:,} stored" if stored != count else "")
-    now = sum(c.nbytes for c in ours) + sum(p.bytes(count) for p in flat if not p.ours)
+    now = sum(cache.nbytes for cache in ours(caches))
+    now += sum(p.bytes(count) for p in flat if not p.ours)
     full = sum(p.full_bytes(count) for p in flat)
     return f"KV cache: {tokens}, {size(now)} (full precision: {size(full)})"

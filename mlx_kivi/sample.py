@@ -25,9 +25,8 @@ from mlx import nn
 from . import cli, hooks, loading, positions, report
 from .cli import CommandError
 from .config import GROUP_SIZES, KVCacheConfig, in_flags
-from .factory import build
+from .factory import build, ours
 from .prompt_file import PromptFileError, check, load_prompt_cache, save_prompt_cache
-from .quantized_streaming_cache import QuantizedStreamingCache
 
 PROG = "mlx_kivi.sample"
 _PREFILL = 512  # tokens a call
@@ -303,14 +302,13 @@ def _digest(*parts: Any) -> str:
 
 
 def _cache_line(model: Any, caches: list[Any], tokens: int, window: int | None) -> str:
-    members = [member for cache in caches for member in getattr(cache, "caches", [cache])]
-    ours = [c for c in members if isinstance(c, QuantizedStreamingCache)]
-    seen = max((c.seen for c in ours), default=tokens)
+    seen = max((c.seen for c in ours(caches)), default=tokens)
     line = f"KV cache:  {seen} tokens · {report.size(sum(c.nbytes for c in caches))}"
     if getattr(model.args, "useYOCO", False):
         line += f" · YOCO ({len(caches)}/{len(model.layers)} layers populated)"
     # A window that the model was trained with is no cap of ours.
-    stored = max((c.size() for c in ours if c.config.window in (None, window)), default=seen)
+    capped = (c for c in ours(caches) if c.config.window in (None, window))
+    stored = max((c.size() for c in capped), default=seen)
     if window is not None and stored < seen:
         line += f" · stored {stored} (StreamingLLM cap)"
     return line

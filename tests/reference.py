@@ -357,3 +357,20 @@ def follow(cache: QuantizedStreamingCache, stream: Stream, chunks: list[int]) ->
     for length in chunks:
         model.append(cache, length)
     return model
+
+
+# A whole model
+
+
+def logits(model: Any, tokens: mx.array, caches: list[Any], calls: list[int]) -> np.ndarray:
+    """Logits [T, 32 at most] of tokens fed in calls of so many."""
+    rows, begin = [], 0
+    for length in calls:
+        out = model(tokens[:, begin : begin + length], cache=caches)
+        rows.append(dense((out[0] if isinstance(out, tuple) else out)[0, :, :32]))
+        begin += length
+    return np.concatenate(rows)
+
+
+def random_tokens(length: int) -> mx.array:
+    return mx.random.randint(0, 32, (1, length), key=mx.random.key(1))

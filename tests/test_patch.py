@@ -17,7 +17,7 @@ import mlx_lm
 import mlx_lm.models
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
@@ -239,6 +239,16 @@ def test_max_kv_size_bounds_the_cache_as_in_mlx_lm(tiny_llama: nn.Module) -> Non
     assert cache.size() == 0 and type(make_prompt_cache(tiny_llama)[0].config.window) is type(None)
 
 
+def test_a_policy_that_asks_for_nothing_leaves_max_kv_size_to_mlx_lm() -> None:
+    class Plain(nn.Module):
+        layers = [None, None]
+
+    int4 = KVCacheConfig.from_name("int4")
+    for config, want in ((KVCacheConfig(), RotatingKVCache), (int4, QuantizedStreamingCache)):
+        with mlx_kivi.patched(config):
+            assert {type(cache) for cache in make_prompt_cache(Plain(), 64)} == {want}
+
+
 def test_the_newest_patch_counts_and_one_unpatch_ends_all(tiny_llama: nn.Module) -> None:
     mlx_kivi.patch()
     mlx_kivi.patch(INT4)
@@ -318,6 +328,16 @@ def test_an_mlx_lm_of_another_shape_is_refused_and_left_alone(
     monkeypatch.undo()
     assert snapshot(every_module) == before
     assert policy(tiny_llama) is None
+
+
+def test_a_hook_of_any_parameters_needs_those_that_it_reads() -> None:
+    def theirs(prompt: Any, network: Any) -> None: ...
+
+    def ours(*args: Any, **kwargs: Any) -> None: ...
+
+    Hook(theirs, ours, needs=("prompt",))
+    with pytest.raises(RuntimeError, match="takes \\(prompt\\), not \\(prompt, model\\)"):
+        Hook(theirs, ours, needs=("prompt", "model"))
 
 
 # What it says

@@ -20,8 +20,7 @@ import mlx.core as mx
 import mlx_kivi
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import flat
-from mlx_kivi.architectures import DENSE, PACKED
-from mlx_kivi.factory import own_caches
+from mlx_kivi.models.architectures import DENSE, PACKED, own_caches
 
 PATH = Path(__file__).parent.parent / "docs" / "architectures.md"
 POLICY = "int4 + sinks + window"

@@ -2,11 +2,11 @@
 
 from . import tinygpt  # noqa: F401 - makes its model type known to mlx_lm.load
 from .config import KVCacheConfig
-from .factory import make_prompt_cache
+from .models.factory import make_prompt_cache
 from .patch import patch, patched, unpatch
-from .prompt_file import load_prompt_cache, save_prompt_cache
 from .quantized_streaming_cache import QuantizedStreamingCache
 from .report import describe
+from .upstream.prompt_file import load_prompt_cache, save_prompt_cache
 
 __version__ = "0.1.0"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 
-from . import __version__, cli
+from . import __version__
+from .commands import cli
 
 COMMANDS = {
     "generate": ("mlx_kivi.generate", "text from a prompt, with mlx_lm.generate's flags and ours"),
     "sample": ("mlx_kivi.sample", "text with tinygpt's own flags and report"),
-    "convert-tinygpt": ("mlx_kivi.tinygpt.convert", ".tinygpt file to model directory, and back"),
+    "convert-tinygpt": ("mlx_kivi.convert_tinygpt", ".tinygpt file to model directory, and back"),
 }
 
 

@@ -1,8 +1,7 @@
-"""The cache policy: which precision, how much of the past, and its command-line flags."""
+"""The cache policy: which precision, and how much of the past."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -72,9 +71,9 @@ class KVCacheConfig:
         for name in ("k_bits", "v_bits"):
             bits = getattr(self, name)
             if bits is not None and (type(bits) is not int or bits not in BITS):
-                raise ValueError(f"{name}={bits!r}: use one of {_listed(BITS)}, or None")
+                raise ValueError(f"{name}={bits!r}: use one of {listed(BITS)}, or None")
         if type(self.group_size) is not int or self.group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size={self.group_size!r}: use one of {_listed(GROUP_SIZES)}")
+            raise ValueError(f"group_size={self.group_size!r}: use one of {listed(GROUP_SIZES)}")
         _at_least("residual_length", self.residual_length, 0)
         _at_least("sink", self.sink, 0)
         if self.window is not None:
@@ -100,7 +99,7 @@ class KVCacheConfig:
             ValueError: for an unknown name, listing those that exist.
         """
         if name not in PRESETS:
-            raise ValueError(f"kv-quantize {name!r} is unknown: use one of {_listed(PRESETS)}")
+            raise ValueError(f"kv-quantize {name!r} is unknown: use one of {listed(PRESETS)}")
         return cls(**{**PRESETS[name], **overrides})
 
     @property
@@ -152,7 +151,7 @@ class KVCacheConfig:
         return ", ".join(parts)
 
 
-def _listed(values: Any) -> str:
+def listed(values: Any) -> str:
     return ", ".join(str(v) for v in values)
 
 
@@ -177,92 +176,6 @@ def value_group(head_dim: int, group_size: int, bits: int) -> tuple[int, int]:
     return -group, padded
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the cache's own flags. ``--kv-group-size`` and ``--max-kv-size`` are mlx_lm's."""
-    flags = parser.add_argument_group("KV cache (mlx_kivi)")
-    flags.add_argument(
-        "--kv-quantize",
-        metavar="NAME",
-        help=f"Storage of the KV cache: {_listed(PRESETS)}. Default: none",
-    )
-    flags.add_argument(
-        "--kv-key-bits", type=int, metavar="BITS", help=f"Bits for keys: {_listed(BITS)}"
-    )
-    flags.add_argument(
-        "--kv-value-bits", type=int, metavar="BITS", help=f"Bits for values: {_listed(BITS)}"
-    )
-    flags.add_argument(
-        "--kv-residual",
-        type=int,
-        metavar="N",
-        help="Most recent tokens kept in full precision. Default: 64 for int4, else 32",
-    )
-    flags.add_argument(
-        "--streaming-llm-sink",
-        type=int,
-        metavar="N",
-        help="First tokens that are always kept. Default: 4",
-    )
-    flags.add_argument(
-        "--streaming-llm-window",
-        type=int,
-        metavar="M",
-        help="Keep only the last M tokens beside the sinks. Default: keep all",
-    )
-    flags.add_argument(
-        "--streaming-llm-reposition",
-        action="store_true",
-        help="Let sinks move along, next to the window, as in the StreamingLLM paper",
-    )
-
-
-def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheConfig | None:
-    """The policy that the flags ask for; None if none of ours was given.
-
-    Args:
-        args: What a parser with `add_arguments` and mlx_lm's own flags returned.
-        group_size: ``--kv-group-size`` if the user gave it.
-
-    Raises:
-        ValueError: one line that names the flag and the mend.
-    """
-    given = {
-        "k_bits": args.kv_key_bits,
-        "v_bits": args.kv_value_bits,
-        "residual_length": args.kv_residual,
-        "sink": args.streaming_llm_sink,
-        "window": args.streaming_llm_window,
-        "reposition": args.streaming_llm_reposition or None,
-    }
-    given = {field: value for field, value in given.items() if value is not None}
-    if not given and args.kv_quantize is None:
-        return None
-    if getattr(args, "kv_bits", None) is not None:
-        raise ValueError(
-            "--kv-bits is mlx_lm's own cache and excludes the flags of this one: use --kv-quantize"
-        )
-    if args.streaming_llm_window is not None and args.max_kv_size is not None:
-        raise ValueError("--max-kv-size and --streaming-llm-window both bound the cache: use one")
-    bounded = args.streaming_llm_window is not None or args.max_kv_size is not None
-    if args.streaming_llm_sink is not None and not bounded:
-        raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
-    if args.streaming_llm_reposition and not bounded:
-        raise ValueError("--streaming-llm-reposition needs --streaming-llm-window M")
-    if group_size is not None:
-        given["group_size"] = group_size
-    try:
-        name = "none" if args.kv_quantize is None else args.kv_quantize
-        config = KVCacheConfig.from_name(name, **given)
-    except ValueError as error:
-        raise ValueError(in_flags(str(error))) from None
-    if args.kv_residual is not None and not config.quantized:
-        raise ValueError("--kv-residual is for packed caches: add --kv-quantize NAME")
-    try:
-        return with_max_kv_size(config, args.max_kv_size)
-    except ValueError as error:
-        raise ValueError(str(error).replace("max_kv_size=", "--max-kv-size ")) from None
-
-
 def with_max_kv_size(config: KVCacheConfig, max_kv_size: int | None) -> KVCacheConfig:
     """``max_kv_size`` as mlx_lm means it: sinks and window together, 4 sinks by default.
 
@@ -281,25 +194,3 @@ def with_max_kv_size(config: KVCacheConfig, max_kv_size: int | None) -> KVCacheC
             f"max_kv_size={max_kv_size}: use more than the {config.sink} sinks it includes"
         )
     return config.replace(window=max_kv_size - config.sink)
-
-
-_FLAGS = {
-    "k_bits": "--kv-key-bits",
-    "v_bits": "--kv-value-bits",
-    "group_size": "--kv-group-size",
-    "residual_length": "--kv-residual",
-    "sink": "--streaming-llm-sink",
-    "window": "--streaming-llm-window",
-    "kv-quantize": "--kv-quantize",
-}
-
-
-def in_flags(message: str) -> str:
-    """A message about fields of a policy, with the flags in their place."""
-    for field, flag in _FLAGS.items():
-        for mark in ("=", " "):
-            if message.startswith(field + mark):
-                message = flag + " " + message[len(field) + 1 :]
-    message = message.replace(", or None", "").replace("or None to", "or leave it out to")
-    message = message.replace("reposition=True", "--streaming-llm-reposition")
-    return message

@@ -18,10 +18,15 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from . import cli, hooks, loading, positions, prompt_file, report
-from .config import TRIM_MARGIN, KVCacheConfig, in_flags
-from .factory import build, ours
+from . import hooks, report
+from .commands import cli, loading
+from .commands.flags import in_flags
+from .config import TRIM_MARGIN, KVCacheConfig
+from .models import learned_positions
+from .models.architectures import own_caches
+from .models.factory import build, ours
 from .patch import patched
+from .upstream import prompt_file
 
 PROG = "mlx_kivi.generate"
 # The package binds a function of this name over the module.
@@ -121,7 +126,7 @@ def _generate(
         if hints:
             print(f"Defaults from the model file: {' '.join(hints)}")
         print(report.describe(model, main_caches, len(prompt) + report.seen(main_caches)))
-        if line := positions.describe(model, main_caches):
+        if line := learned_positions.describe(model, main_caches):
             print(line)
     if told and draft is None and len(prompt) > 2 * kwargs.get("prefill_step_size", 2048):
         kwargs["prompt_progress_callback"] = _progress_bar(len(prompt))
@@ -130,10 +135,10 @@ def _generate(
     if cut:
         kwargs["max_tokens"] = end
     interruptible = _interruptible() if packed else contextlib.nullcontext()
-    with interruptible, positions.look_ahead() as ahead:
+    with interruptible, learned_positions.look_ahead() as ahead:
         text = mlx_call(model, tokenizer, prompt, **kwargs)
     if cut and (ahead.used or draft is not None):
-        print(positions.ended(model), file=sys.stdout if verbose else sys.stderr)
+        print(learned_positions.ended(model), file=sys.stdout if verbose else sys.stderr)
     if told:
         print(report.summary(model, main_caches))
     return text
@@ -141,7 +146,7 @@ def _generate(
 
 def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[Any]) -> None:
     """Refuse flags of mlx_lm's that caches of ours from a file contradict, or can't serve."""
-    if len(caches) != len(report.own_caches(model)) + _draft_count(draft) and draft is not None:
+    if len(caches) != len(own_caches(model)) + _draft_count(draft) and draft is not None:
         raise cli.CommandError(
             "--prompt-cache-file has no caches for the draft model: leave --draft-model out", 2
         )
@@ -163,8 +168,8 @@ def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[A
 def _end_of_table(model: Any, caches: list[Any] | None, draft: Any, prompt: int) -> int | None:
     """Tokens that can be generated before a table of learned positions ends, None if none does."""
     try:
-        end = positions.tokens_to_come(model, caches, prompt)
-    except positions.PositionTableFull as error:
+        end = learned_positions.tokens_to_come(model, caches, prompt)
+    except learned_positions.PositionTableFull as error:
         raise cli.CommandError(str(error), 2) from None
     if draft is None or end is None:
         return end
@@ -172,7 +177,7 @@ def _end_of_table(model: Any, caches: list[Any] | None, draft: Any, prompt: int)
 
 
 def _draft_count(draft: Any) -> int:
-    return 0 if draft is None else len(report.own_caches(draft))
+    return 0 if draft is None else len(own_caches(draft))
 
 
 def _progress_bar(total: int) -> Callable[[int, int], None]:

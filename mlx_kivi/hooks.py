@@ -1,4 +1,4 @@
-"""Functions of mlx_lm, replaced in place and put back exactly.
+"""Functions of mlx_lm, replaced in place and put back exactly: the mechanism.
 
 mlx_lm's modules, and users' own, bind ``make_prompt_cache`` and ``scaled_dot_product_attention``
 by name at import. A new attribute in one module would not reach those copies. So the function
@@ -58,15 +58,18 @@ class Hook:
         self._function.__code__ = self._original_code
 
 
+Make = Callable[[], tuple[dict[str, Hook], list[tuple[Any, str, Any]]]]
+
+
 class HookSet:
     """Hooks, and attributes added to modules, that come and go together.
 
-    Args:
+    Attributes:
         make: Called once, at the first use; returns the hooks and (module, name, value) triples.
     """
 
-    def __init__(self, make: Callable[[], tuple[dict[str, Hook], list[tuple[Any, str, Any]]]]):
-        self._make = make
+    def __init__(self, make: Make | None = None) -> None:
+        self.make = make
         self._lock = threading.RLock()
         self._holders: set[Any] = set()
         self._hooks: dict[str, Hook] = {}
@@ -107,83 +110,14 @@ class HookSet:
 
     def _prepare(self) -> None:
         with self._lock:
-            if not self._hooks:
-                self._hooks, self._attributes = self._make()
+            if not self._hooks and self.make is not None:
+                self._hooks, self._attributes = self.make()
 
 
-def _attention_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
-    from mlx_lm.models import base
-    from mlx_lm.models import cache as caches
-
-    from . import positions, speculation
-    from .quantized_streaming_cache import QuantizedStreamingCache
-
-    def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
-        from mlx_kivi.hooks import dispatch_attention
-
-        return dispatch_attention(queries, keys, values, cache, scale, mask, sinks)
-
-    def trim_prompt_cache(cache, num_tokens):
-        from mlx_kivi.hooks import dispatch_trim
-
-        return dispatch_trim(cache, num_tokens)
-
-    def save_prompt_cache(file_name, cache, metadata):
-        from mlx_kivi.prompt_file import dispatch_save
-
-        return dispatch_save(file_name, cache, metadata)
-
-    def load_prompt_cache(file_name, return_metadata):
-        from mlx_kivi.prompt_file import dispatch_load
-
-        return dispatch_load(file_name, return_metadata)
-
-    hooks = {
-        "scaled_dot_product_attention": Hook(
-            base.scaled_dot_product_attention, scaled_dot_product_attention
-        ),
-        "trim_prompt_cache": Hook(caches.trim_prompt_cache, trim_prompt_cache),
-        "save_prompt_cache": Hook(caches.save_prompt_cache, save_prompt_cache),
-        "load_prompt_cache": Hook(caches.load_prompt_cache, load_prompt_cache),
-        "speculative_generate_step": speculation.hook(),
-        **positions.model_hooks(),
-    }
-    # CacheList looks its members' classes up by name in its module.
-    return hooks, [(caches, "QuantizedStreamingCache", QuantizedStreamingCache)]
-
-
-# What our caches need of mlx_lm, whoever made them.
-attention = HookSet(_attention_hooks)
+# What our caches need of mlx_lm, whoever made them: `upstream.replacements` says what that is.
+attention = HookSet()
 
 
 def attention_hooked() -> bool:
-    """Whether mlx_lm's attention accepts `CacheHandle` now."""
+    """Whether mlx_lm's attention accepts the handles that packed caches give out, now."""
     return attention.active
-
-
-def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
-    """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
-    from .attention import CacheHandle, attend_handle
-
-    if isinstance(keys, CacheHandle):
-        return attend_handle(queries, keys, scale, mask, sinks)
-    original = attention.original("scaled_dot_product_attention")
-    return original(queries, keys, values, cache, scale, mask, sinks)
-
-
-def dispatch_trim(cache: list[Any], num_tokens: int) -> int:
-    """`trim_prompt_cache` that trims bounded caches within the margin that they keep."""
-    if not cache or not all(_can_trim(c, num_tokens) for c in cache):
-        return 0
-    trimmed = [c.trim(num_tokens) for c in cache]
-    return trimmed[0]
-
-
-def _can_trim(cache: Any, n: int) -> bool:
-    from .quantized_streaming_cache import QuantizedStreamingCache
-
-    if isinstance(cache, QuantizedStreamingCache):
-        return cache.can_trim(min(n, cache.offset))
-    if hasattr(cache, "caches"):
-        return all(_can_trim(c, n) for c in cache.caches)
-    return cache.is_trimmable()

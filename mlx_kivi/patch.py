@@ -8,21 +8,23 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from mlx_lm.models import cache as mlx_caches
+
 from . import hooks
 from .config import KVCacheConfig
-from .factory import build
 from .hooks import Hook, HookSet
+from .models.factory import build
+from .report import unconverted
+from .upstream import replacements  # noqa: F401 - tells the hooks what they install
 
 
 def _factory_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
-    from mlx_lm.models import cache as caches
-
     def make_prompt_cache(model, max_kv_size=None):
         from mlx_kivi.patch import dispatch_make
 
         return dispatch_make(model, max_kv_size)
 
-    return {"make_prompt_cache": Hook(caches.make_prompt_cache, make_prompt_cache)}, []
+    return {"make_prompt_cache": Hook(mlx_caches.make_prompt_cache, make_prompt_cache)}, []
 
 
 _factory = HookSet(_factory_hooks)
@@ -109,8 +111,6 @@ def dispatch_make(model: Any, max_kv_size: int | None) -> list[Any]:
     ):
         return _factory.original("make_prompt_cache")(model, max_kv_size)
     caches = build(model, config, max_kv_size)
-    from .report import unconverted
-
     for line in unconverted(model, caches):
         warnings.warn(f"mlx_kivi: {line}", UnconvertedCacheWarning, stacklevel=3)
     return caches

@@ -2,7 +2,7 @@
 
     [ sinks, full precision | packed groups of G tokens | recent tokens, full precision ]
 
-Here is what mlx_lm asks of a cache; `buffers` holds the arrays and moves tokens through them.
+Here is what mlx_lm asks of a cache; `cache.buffers` holds the arrays and moves tokens through them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from . import batching, hooks
-from .attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
-from .buffers import Buffers
+from . import hooks
+from .cache import counterpart
+from .cache.attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
+from .cache.buffers import Buffers
+from .cache.layout import Snapshot, snapshot
+from .cache.rotation import Moved, Rotation, rebased_by
+from .cache.state import Header, dtype_name, live_arrays, read_header, read_ring, read_stores
 from .config import TRIM_MARGIN, KVCacheConfig
-from .layout import Snapshot, snapshot
-from .rope import Moved, Rotation, rebased_by
-from .state import Header, dtype_name, live_arrays, read_header, read_ring, read_stores
 
 
 class QuantizedStreamingCache(Buffers):
@@ -27,7 +28,7 @@ class QuantizedStreamingCache(Buffers):
 
     What a query at position p sees is the sinks and the positions in (p - window, p], however
     the tokens were split into calls. ``offset`` is the position of the next token, ``seen`` the
-    count of tokens: the same until the cache re-bases (see `rope`).
+    count of tokens: the same until the cache re-bases (see `cache.rotation`).
 
     Args:
         config: The policy. Default: int8, no window.
@@ -298,16 +299,16 @@ class QuantizedStreamingCache(Buffers):
 
     @property
     def merge(self) -> Callable[[list[Any]], Any]:
-        """``merge(caches)``: a batch cache of mlx_lm's own (see `batching`)."""
-        return self._in_full_precision(batching.merge)
+        """``merge(caches)``: a batch cache of mlx_lm's own (see `cache.counterpart`)."""
+        return self._in_full_precision(counterpart.merge)
 
     @property
     def to_quantized(self) -> Callable[..., Any]:
         """``to_quantized(group_size, bits)``: mlx_lm's quantised cache, for its ``kv_bits``."""
-        return self._in_full_precision(lambda **k: batching.counterpart(self).to_quantized(**k))
+        return self._in_full_precision(lambda **k: counterpart.counterpart(self).to_quantized(**k))
 
     def _in_full_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        if not batching.has_counterpart(self.config):
+        if not counterpart.has_counterpart(self.config):
             raise AttributeError("mlx_lm has no counterpart of this cache")
         return method
 

@@ -9,27 +9,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from .cache.sizes import Heads, stored_bytes
 from .config import value_group
-from .factory import ours, own_caches
-from .group_store import scale_dtype
+from .models.architectures import own_caches
+from .models.factory import ours
 from .quantized_streaming_cache import QuantizedStreamingCache
 
 LONG = 32_768  # tokens at which costs are compared
 _FED = 256  # tokens after which, and after twice as many, an unknown cache is measured
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Shape of one cache: KV heads, head sizes of keys and values, and the model's type."""
-
-    count: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-
-    def full_bytes(self, tokens: int) -> int:
-        """Keys and values of ``tokens`` tokens in the model's own precision."""
-        return self.count * (self.key_dim + self.value_dim) * self.dtype.size * tokens
 
 
 @dataclass(frozen=True)
@@ -64,37 +51,7 @@ class Part:
         """Bytes of the cache in use after ``tokens`` tokens."""
         if not self.ours or self.heads is None:
             return self.full_bytes(tokens)
-        return stored_bytes(self.cache, self.heads, tokens)
-
-
-def stored_bytes(cache: QuantizedStreamingCache, heads: Heads, tokens: int) -> int:
-    """What `QuantizedStreamingCache.nbytes` will be after ``tokens`` tokens."""
-    config, plan = cache.config, cache.plan
-    full = getattr(mx, config.dtype) if config.dtype else heads.dtype
-    step = cache.step
-    slots = -(-tokens // step) * step if plan.ring is None else plan.sink + plan.ring
-    total = heads.count * (heads.key_dim + heads.value_dim) * full.size * slots
-    groups = plan.room(plan.groups(tokens))
-    if groups:
-        total += heads.count * groups * _group_bytes(cache, heads, full)
-        if config.k_bits and full == mx.float32:
-            total += heads.count * heads.key_dim * full.size
-    return total
-
-
-def _group_bytes(cache: QuantizedStreamingCache, heads: Heads, full: mx.Dtype) -> int:
-    config, size = cache.config, cache.plan.group
-    pair = 2 * scale_dtype(full).size
-    if config.k_bits:
-        keys = heads.key_dim * (size * config.k_bits // 8 + pair)
-    else:
-        keys = heads.key_dim * size * full.size
-    if config.v_bits and heads.value_dim:
-        group, padded = value_group(heads.value_dim, config.group_size, config.v_bits)
-        values = size * (padded * config.v_bits // 8 + padded // group * pair)
-    else:
-        values = heads.value_dim * size * full.size
-    return keys + values
+        return stored_bytes(self.cache.config, self.cache.plan, self.cache.step, self.heads, tokens)
 
 
 def parts(model: Any, caches: list[Any]) -> list[Part]:

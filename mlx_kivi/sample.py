@@ -22,11 +22,14 @@ import mlx.core as mx
 import mlx_lm
 from mlx import nn
 
-from . import cli, hooks, loading, positions, report
-from .cli import CommandError
-from .config import GROUP_SIZES, KVCacheConfig, in_flags
-from .factory import build, ours
-from .prompt_file import PromptFileError, check, load_prompt_cache, save_prompt_cache
+from . import hooks, report
+from .commands import cli, loading
+from .commands.cli import CommandError
+from .commands.flags import in_flags
+from .config import GROUP_SIZES, KVCacheConfig
+from .models import learned_positions
+from .models.factory import build, ours
+from .upstream.prompt_file import PromptFileError, check, load_prompt_cache, save_prompt_cache
 
 PROG = "mlx_kivi.sample"
 _PREFILL = 512  # tokens a call
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace, given: KVCacheConfig | None, hints: list[str])
     ids = tokenizer.encode(args.prompt)
     try:
         caches = build(model, config) if args.cache else None
-        end = positions.tokens_to_come(model, caches, len(ids))
+        end = learned_positions.tokens_to_come(model, caches, len(ids))
     except ValueError as error:
         raise CommandError(in_flags(str(error)), 2) from None
     if given is not None:
@@ -146,7 +149,7 @@ def run(args: argparse.Namespace, given: KVCacheConfig | None, hints: list[str])
             _note(f"Defaults from the model file: {' '.join(hints)}")
         _note(report.describe(model, caches, len(ids)))
     if args.kv_preallocate:
-        _preallocate(caches, positions.table_size(model), len(ids) + args.tokens)
+        _preallocate(caches, learned_positions.table_size(model), len(ids) + args.tokens)
 
     start = time.perf_counter()
     if caches is not None:
@@ -170,7 +173,7 @@ def run(args: argparse.Namespace, given: KVCacheConfig | None, hints: list[str])
     detokenizer.finalize()
     print(detokenizer.last_segment, end="\n\n")
     if cut and made == count:
-        print(positions.ended(model))
+        print(learned_positions.ended(model))
     seconds = time.perf_counter() - start
     how = "uncached" if caches is None else "KV-cached"
     print(f"({made} tokens in {seconds:.2f}s — {made / seconds:.0f} tok/s · {how})")
@@ -194,7 +197,7 @@ def generated(
         temperature: 0 or less takes the likeliest token.
         count: Tokens to make.
         end: Tokens that can follow at all, the last of them without a place: see
-            `positions.tokens_to_come`.
+            `learned_positions.tokens_to_come`.
     """
     text = mx.array(ids[:-1], mx.int32)
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
-from mlx_kivi.attention import CacheHandle
+from mlx_kivi.cache.attention import CacheHandle
 from mlx_kivi.config import BITS, value_group
 
 EPS = {mx.float16: 2**-11, mx.bfloat16: 2**-8, mx.float32: 2**-24}

@@ -133,9 +133,7 @@ def test_key_and_value_bits_stand_alone_and_beside_a_name(model_file, run):
 def test_group_size_counts_only_when_given(model_file, run):
     _, out, _ = run("--model", model_file, "-m", 5, "--kv-quantize", "int2")
     assert "group 32" in out
-    _, out, _ = run(
-        "--model", model_file, "-m", 5, "--kv-quantize", "int2", "--kv-group-size", 64
-    )
+    _, out, _ = run("--model", model_file, "-m", 5, "--kv-quantize", "int2", "--kv-group-size", 64)
     assert "group 64" in out
 
 

@@ -13,8 +13,8 @@ from mlx_lm import stream_generate
 
 from mlx_kivi import KVCacheConfig, make_prompt_cache, report, sample, tinygpt, unpatch
 from mlx_kivi.__main__ import main as command
-from mlx_kivi.config import add_arguments as add_cache_flags
-from mlx_kivi.tinygpt.convert import main as convert
+from mlx_kivi.commands.flags import add_arguments as add_cache_flags
+from mlx_kivi.convert_tinygpt import main as convert
 
 BASE = {"layers": 2, "dModel": 64, "heads": 2, "dMlp": 96, "ctx": 40}
 TIMES = r"in \d+\.\d\ds — \d+ tok/s"

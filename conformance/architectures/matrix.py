@@ -9,7 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_kivi import KVCacheConfig, attention
+from mlx_kivi import KVCacheConfig
+from mlx_kivi.cache import attention
 from mlx_kivi.config import TRIM_MARGIN
 
 SMALL = {"group_size": 32, "residual_length": 16, "sink": 4}

@@ -9,9 +9,9 @@ import numpy as np
 from mlx_lm.models import cache as mlx_caches
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
-from mlx_kivi.architectures import INDEXED, module_names, reads_state
-from mlx_kivi.factory import own_caches
-from mlx_kivi.layout import spans
+from mlx_kivi.cache.layout import spans
+from mlx_kivi.models.architectures import INDEXED, module_names, own_caches
+from mlx_kivi.models.factory import reads_state
 
 # Their indexers choose among columns, as ours hand them out; and phi3small's block-sparse layers
 # add a boolean mask to the scores, so that every column they get counts.
@@ -156,9 +156,7 @@ def unpacked(cache: QuantizedStreamingCache) -> tuple[mx.array, mx.array]:
     return pair
 
 
-def unpacked_groups(
-    cache: QuantizedStreamingCache, which: int, first: int, stop: int
-) -> mx.array:
+def unpacked_groups(cache: QuantizedStreamingCache, which: int, first: int, stop: int) -> mx.array:
     """Groups ``first`` … ``stop - 1`` of a cache's packed keys (0) or values (1)."""
     store = cache._stores[which]
     parts = [store.dense(slot, count) for _, slot, count in spans(first, stop, store.capacity)]

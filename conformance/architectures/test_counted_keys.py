@@ -12,7 +12,7 @@ from mlx_lm.models import cache as mlx_caches
 
 import mlx_kivi
 from conformance.architectures import matrix, models
-from mlx_kivi.architectures import reads_state
+from mlx_kivi.models.factory import reads_state
 
 pytestmark = pytest.mark.skipif(
     reads_state(models.build("afm7")), reason="this mlx-lm's afm7 needs caches of mlx-lm"

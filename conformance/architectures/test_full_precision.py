@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_caches
 import mlx_kivi
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import DenseReference, pair_up, reference_caches
-from mlx_kivi.factory import convert_all
+from mlx_kivi.models.factory import convert_all
 
 # mlx_lm builds plamo3's cache for a window of W tokens and its mask for W + 1: a chunk sees one
 # token more than single steps do.

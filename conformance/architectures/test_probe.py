@@ -14,7 +14,10 @@ from mlx_lm.models.cache import RotatingKVCache
 import mlx_kivi
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import pair_up, reference_caches
-from mlx_kivi import architectures, hooks
+from mlx_kivi import hooks
+from mlx_kivi.models import probe
+from mlx_kivi.models.architectures import DENSE
+from mlx_kivi.models.factory import reads_state
 
 DIM, HEADS = 64, 2
 
@@ -87,7 +90,7 @@ class Fails(Passes):
 )
 def test_a_model_that_only_hands_over_is_read_packed(kind: type, packed: bool) -> None:
     model = kind()
-    assert architectures.takes_packed(model) is packed
+    assert probe.takes_packed(model) is packed
     assert not hooks.attention.active
     caches = mlx_kivi.make_prompt_cache(model, matrix.POLICIES["int4"])
     assert all(cache.packed_attention is packed for cache in caches)
@@ -118,15 +121,15 @@ class Set(Passes):
 def test_a_model_is_probed_once_for_its_class_and_settings() -> None:
     first, again, other = Set(1), Set(1), Set(2)
     for model in (first, again, other):
-        assert architectures.takes_packed(model)
+        assert probe.takes_packed(model)
     assert first.calls == other.calls > again.calls == 0
 
 
 @pytest.mark.parametrize("name", models.names())
 def test_the_probe_agrees_with_the_table(name: str) -> None:
     model = models.build(name)
-    packed = name not in architectures.DENSE and not architectures.reads_state(model)
-    assert architectures._runs_on_handles(model) is packed
+    packed = name not in DENSE and not reads_state(model)
+    assert probe._runs_on_handles(model) is packed
 
 
 @pytest.mark.skipif("gear" not in models.names(), reason="this mlx-lm has no gear")
@@ -134,5 +137,5 @@ def test_settings_decide_where_no_module_is_listed() -> None:
     """gear writes its attention out if its logits are capped."""
     plain = models.build("gear")
     capped = type(plain)(type(plain.args)(**{**vars(plain.args), "attn_logit_softcapping": 50.0}))
-    assert architectures.takes_packed(plain)
-    assert not architectures.takes_packed(capped)
+    assert probe.takes_packed(plain)
+    assert not probe.takes_packed(capped)

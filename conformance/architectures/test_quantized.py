@@ -12,7 +12,7 @@ import pytest
 import mlx_kivi
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import flat, pair_up, reference_caches
-from mlx_kivi.architectures import DENSE, INDEXED, PACKED
+from mlx_kivi.models.architectures import DENSE, INDEXED, PACKED
 
 CHECKED_AT = (88, 143, 174, sum(matrix.CALLS))  # tokens; none right after a call that was cut
 

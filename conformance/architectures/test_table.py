@@ -13,7 +13,7 @@ import pytest
 
 from conformance import report
 from conformance.architectures import models
-from mlx_kivi.architectures import DENSE, INDEXED, PACKED
+from mlx_kivi.models.architectures import DENSE, INDEXED, PACKED
 
 
 def test_every_module_of_the_installed_mlx_lm_is_in_the_matrix() -> None:

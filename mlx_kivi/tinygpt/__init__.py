@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..positions import PositionTableFull
+from ..models.learned_positions import PositionTableFull
 from . import model as _module
 from .config import ModelArgs
 from .container import TinyGPTError

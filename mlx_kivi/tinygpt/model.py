@@ -17,7 +17,7 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.switch_layers import SwitchMLP
 
-from .. import positions
+from ..models import learned_positions
 from .config import ModelArgs, tensors
 
 __all__ = ["Model", "ModelArgs", "file_tensors"]
@@ -209,12 +209,12 @@ class Model(nn.Module):
         """Logits [B, T, V] for token ids [B, T], or for token embeddings [B, T, C].
 
         Raises:
-            positions.PositionTableFull: a position of ctx or more, unless the caches can restart.
+            PositionTableFull: a position of ctx or more, unless the caches can restart.
         """
         if input_embeddings is None:
-            return positions.forward(self, self._forward, inputs, cache)
+            return learned_positions.forward(self, self._forward, inputs, cache)
         first = cache[0] if cache is not None else None
-        spare = positions.check(self, input_embeddings.shape[:2], first)
+        spare = learned_positions.check(self, input_embeddings.shape[:2], first)
         return self._forward(inputs, cache, input_embeddings) if spare is None else spare
 
     def _forward(

@@ -7,7 +7,7 @@ from mlx_lm import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_kivi import KVCacheConfig, patched, tinygpt
-from mlx_kivi.architectures import takes_packed
+from mlx_kivi.models.probe import takes_packed
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -30,9 +30,7 @@ def test_an_int8_cache_gives_the_same_bytes(shared_models, tight):
     with patched(config):
         for prompt, wanted in golden["greedy"].items():
             cache = make_prompt_cache(model)
-            responses = stream_generate(
-                model, tokenizer, prompt, max_tokens=80, prompt_cache=cache
-            )
+            responses = stream_generate(model, tokenizer, prompt, max_tokens=80, prompt_cache=cache)
             assert "".join(r.text for r in responses) == wanted
             assert cache[0].packed_tokens == (64 if tight else 0)
 

@@ -9,7 +9,7 @@ from mlx_lm import batch_generate, generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_kivi import KVCacheConfig, patched, tinygpt
-from mlx_kivi.architectures import takes_packed
+from mlx_kivi.models.probe import takes_packed
 from mlx_kivi.tinygpt import PositionTableFull
 
 erf = np.vectorize(math.erf)

@@ -1,0 +1,277 @@
+"""Attention on a cache that is packed, and the objects that carry it through a model.
+
+A cache hands a model two handles in place of arrays. They have the shape, type and rank of the
+keys and values they stand for; `scaled_dot_product_attention` of mlx_lm, once hooked, passes them
+here with the queries.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ..config import TRIM_MARGIN
+from .group_store import KeyStore, ValueStore
+from .layout import Snapshot, spans
+from .rotation import Moved
+
+# Up to this many query rows, scores against packed keys cost less than unpacking them.
+MAX_PACKED_QUERIES = 8
+# Query rows whose scores against unpacked keys are in memory at a time.
+BLOCK = 256
+
+
+class CacheView(NamedTuple):
+    """One layer's keys and values as one call of attention sees them.
+
+    ring: sinks and newest tokens [B, H, sink + ring, D], keys and values; stores: the packed
+    groups; chunk: tokens not in the ring yet [B, H, chunk, D]; dtype: the model's own; moved:
+    which queries see the sinks elsewhere, None if none do.
+    """
+
+    snapshot: Snapshot
+    ring: tuple[mx.array, mx.array] | None
+    stores: tuple[KeyStore, ValueStore] | None
+    chunk: tuple[mx.array, mx.array] | None
+    dtype: mx.Dtype
+    moved: Moved | None = None
+
+    def dense(self, which: int) -> mx.array:
+        """Keys (0) or values (1) in order of position: [B, H, length, D]."""
+        shot = self.snapshot
+        plan = shot.plan
+        parts = []
+        if self.ring is not None:
+            ring = self.ring[which]
+            if shot.linear:
+                parts.append(ring[:, :, : shot.placed])
+            else:
+                parts.append(ring[:, :, : shot.sinks])
+                parts += self._stream(which, shot.low - plan.sink)
+        if self.chunk is not None:
+            parts.append(self.chunk[which])
+        x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        return x.astype(self.dtype)
+
+    def _stream(self, which: int, low: int) -> list[mx.array]:
+        """Placed tokens of the stream from index ``low`` on, packed ones first."""
+        shot = self.snapshot
+        plan = shot.plan
+        packed = shot.groups * plan.group
+        parts = []
+        if low < packed:
+            first = low // plan.group
+            for _, slot, count in spans(first, shot.groups, shot.capacity):
+                parts.append(self.stores[which].dense(slot, count))
+            parts[0] = parts[0][:, :, low - first * plan.group :]
+        for _, slot, count in spans(max(low, packed), shot.placed - plan.sink, plan.ring):
+            parts.append(self.ring[which][:, :, plan.sink + slot : plan.sink + slot + count])
+        return parts
+
+
+class CacheHandle:
+    """Stands for the keys (``which`` 0) or values (1) that queries see: not an array.
+
+    Args:
+        views: What the queries see, in their order: `CacheView.snapshot` says how many of them.
+        which: 0 or 1.
+    """
+
+    ndim = 4
+
+    def __init__(self, views: tuple[CacheView, ...], which: int) -> None:
+        self.views = views
+        self.which = which
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.views[-1].dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, heads, _, dim = self.views[-1].ring[self.which].shape
+        first, last = self.views[0].snapshot, self.views[-1].snapshot
+        return batch, heads, last.length + last.low - first.low, dim
+
+
+def attend_handle(
+    queries: mx.array,
+    keys: CacheHandle,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """`attend` for all views of a handle; an array of a mask is over all tokens that any shows."""
+    if len(keys.views) == 1:
+        return attend(queries, keys.views[0], scale, mask, sinks)
+    outputs = []
+    row, oldest = 0, keys.views[0].snapshot.low
+    for view in keys.views:
+        shot = view.snapshot
+        rows = slice(row, row + shot.queries)
+        part = mask
+        if isinstance(mask, mx.array):
+            start = shot.sinks + shot.low - oldest
+            of_rows = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            stream = of_rows[..., start : start + shot.length - shot.sinks]
+            part = mx.concatenate([of_rows[..., : shot.sinks], stream], axis=-1)
+        outputs.append(attend(queries[:, :, rows], view, scale, part, sinks))
+        row = rows.stop
+    return mx.concatenate(outputs, axis=2)
+
+
+def attend(
+    queries: mx.array,
+    view: CacheView,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """softmax(scale · q kᵀ + mask) v over a cache, without unpacking it.
+
+    Args:
+        queries: [B, H_q, L, D], H_q a multiple of the H heads of keys and values.
+        view: What to attend to.
+        scale: Factor of the scores.
+        mask: None or "causal" for the cache's own rule; an array, boolean or additive, is over
+            the tokens in order of position and counts besides.
+        sinks: Learned logits [H_q] that join the denominator of the softmax.
+
+    Returns:
+        [B, H_q, L, D_v], of the queries' type.
+    """
+    shot, moved = view.snapshot, view.moved
+    many = shot.queries > (MAX_PACKED_QUERIES if moved else TRIM_MARGIN)
+    if many or (shot.chunk and not shot.groups):
+        return _attend_blocks(queries, view, scale, mask, sinks)
+    if shot.groups == 0:
+        return _attend_ring(queries, view, scale, mask, sinks)
+    batch, heads, rows, _ = queries.shape
+    kv_heads = view.ring[0].shape[1]
+    repeats = heads // kv_heads
+    q = _folded(queries, scale, kv_heads)
+
+    # The softmax does not see what is taken off all keys alike.
+    shift = view.stores[0].shift
+    parts = [
+        _products(q, view.ring[0], shift, shot.ring_bias, repeats),
+        _plus(view.stores[0].scores(q), shot.store_bias, repeats),
+    ]
+    if moved:
+        at_sinks = _folded(moved.queries(queries), scale, kv_heads)
+        at_sinks = at_sinks @ view.ring[0][:, :, : shot.sinks].astype(mx.float32).swapaxes(-1, -2)
+        if shift is not None:
+            at_sinks = at_sinks - q @ shift.swapaxes(-1, -2)
+        parts[0] = mx.concatenate([at_sinks, parts[0][..., shot.sinks :]], axis=-1)
+    if view.chunk is not None:
+        parts.append(_products(q, view.chunk[0], shift, shot.chunk_bias, repeats))
+    ends = list(accumulate(part.shape[-1] for part in parts))
+    if sinks is not None:
+        sinks = _learned(sinks, q, repeats)
+        parts.append(sinks if shift is None else sinks - q @ shift.swapaxes(-1, -2))
+    scores = mx.concatenate(parts, axis=-1)
+    if isinstance(mask, mx.array):
+        scores = _masked(scores, shot.reorder(mask), heads, kv_heads, ends[-1])
+    cuts = ends[:-1] if sinks is None else ends
+    weights = mx.split(mx.softmax(scores, axis=-1), cuts, axis=-1)
+    out = view.stores[1].weighted(weights[1])
+    out = mx.addmm(out, weights[0], view.ring[1].astype(mx.float32))
+    if view.chunk is not None:
+        out = mx.addmm(out, weights[2], view.chunk[1].astype(mx.float32))
+    return out.reshape(batch, heads, rows, -1).astype(queries.dtype)
+
+
+def _attend_ring(queries, view, scale, mask, sinks) -> mx.array:
+    """A cache of full precision only, whose ring has wrapped: the fused kernel and a mask."""
+    shot = view.snapshot
+    if isinstance(mask, mx.array):
+        keys, values = view.dense(0), view.dense(1)
+    else:
+        keys, values = (x.astype(view.dtype) for x in view.ring)
+        mask = shot.ring_bias
+        mask = None if mask is None else mask.astype(queries.dtype)
+    if view.moved:
+        moved_sinks = view.moved.sinks(keys[:, :, : shot.sinks])
+        keys = mx.concatenate([moved_sinks, keys[:, :, shot.sinks :]], axis=2)
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def _attend_blocks(queries, view, scale, mask, sinks) -> mx.array:
+    """A call of many rows, bounded: unpacked keys, a block of rows at a time."""
+    shot, first = view.snapshot, view.snapshot.plan.sink
+    keys, values = (view.dense(which).astype(mx.float32) for which in (0, 1))
+    at_sinks = view.moved.queries(queries) if view.moved else queries
+    batch, heads, length, _ = queries.shape
+    kv_heads = keys.shape[1]
+    repeats = heads // kv_heads
+    outputs = []
+    for start in range(0, length, BLOCK):
+        rows = slice(start, min(start + BLOCK, length))
+        seen, bias = shot.block(rows.start, rows.stop)
+        k, v = (mx.concatenate([x[:, :, :first], x[:, :, seen]], axis=2) for x in (keys, values))
+        q = _folded(queries[:, :, rows], scale, kv_heads)
+        scores = _folded(at_sinks[:, :, rows], scale, kv_heads) @ k[:, :, :first].swapaxes(-1, -2)
+        scores = [scores, q @ k[:, :, first:].swapaxes(-1, -2)]
+        scores = _plus(mx.concatenate(scores, axis=-1), bias, repeats)
+        if isinstance(mask, mx.array):
+            part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            part = mx.concatenate([part[..., :first], part[..., seen]], axis=-1)
+            scores = _masked(scores, part, heads, kv_heads, k.shape[2])
+        if sinks is not None:
+            scores = mx.concatenate([scores, _learned(sinks, q, repeats)], axis=-1)
+        weights = mx.softmax(scores, axis=-1)[..., : k.shape[2]]
+        outputs.append((weights @ v).reshape(batch, heads, -1, v.shape[3]))
+    return mx.concatenate(outputs, axis=2).astype(queries.dtype)
+
+
+def _folded(queries: mx.array, scale: float, kv_heads: int) -> mx.array:
+    # Query heads that share keys become rows of one product. float32 throughout: scores keep
+    # their precision, and the CPU has no fast half-precision kernel.
+    batch, _, _, dim = queries.shape
+    return (queries.astype(mx.float32) * _scalar(scale)).reshape(batch, kv_heads, -1, dim)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float) -> mx.array:
+    return mx.array(value, mx.float32)
+
+
+def _learned(sinks: mx.array, q: mx.array, repeats: int) -> mx.array:
+    """Logits [H_q] as a column of scores for folded queries q: [B, H, rows, 1]."""
+    rows = q.shape[2] // repeats
+    sinks = mx.repeat(sinks.astype(mx.float32).reshape(q.shape[1], repeats), rows, axis=1)
+    return mx.broadcast_to(sinks[None, ..., None], (*q.shape[:3], 1))
+
+
+def _products(
+    q: mx.array, keys: mx.array, shift: mx.array | None, bias: mx.array | None, repeats: int
+) -> mx.array:
+    """q (keys - shift)ᵀ + bias, for keys [B, H, T, D] in full precision: [B, H, rows, T]."""
+    keys = keys.astype(mx.float32)
+    keys = (keys if shift is None else keys - shift).swapaxes(-1, -2)
+    return q @ keys if bias is None else mx.addmm(_by_row(bias, repeats), q, keys)
+
+
+def _plus(scores: mx.array, bias: mx.array | None, repeats: int) -> mx.array:
+    return scores if bias is None else scores + _by_row(bias, repeats)
+
+
+def _by_row(bias: mx.array, repeats: int) -> mx.array:
+    return bias if bias.shape[0] == 1 else mx.tile(bias, (repeats, 1))
+
+
+def _masked(scores, mask, heads, kv_heads, width) -> mx.array:
+    """Apply a model's mask, broadcastable to [B, H_q, L, width], to folded scores."""
+    batch, _, rows, total = scores.shape
+    if mask.dtype == mx.bool_:
+        mask = mx.where(mask, mx.array(0, mx.float32), mx.array(-mx.inf, mx.float32))
+    repeats = heads // kv_heads
+    length = rows // repeats
+    mask = mx.broadcast_to(mask.astype(mx.float32), (batch, heads, length, width))
+    mask = mask.reshape(batch, kv_heads, rows, width)
+    return scores + mx.pad(mask, [(0, 0)] * 3 + [(0, total - width)])

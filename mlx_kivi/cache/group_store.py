@@ -1,0 +1,220 @@
+"""Where whole groups of tokens live, packed: keys per channel, values per token.
+
+A store is an array of ``capacity`` slots along time, each of one group of G tokens; which group
+is in which slot is the cache's business. It is read in place, by ``mx.quantized_matmul``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+import mlx.core as mx
+
+from ..config import value_group
+from .quantization import dequantize, quantize
+
+
+def stored_as(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """float32 data in the type that it came in: half a step past the largest number is that."""
+    if dtype == mx.float16:
+        x = mx.clip(x, -mx.finfo(dtype).max, mx.finfo(dtype).max)
+    return x.astype(dtype)
+
+
+def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """Type of scales and zeros for data of ``dtype``: 16 bits in any case."""
+    # bfloat16 has the range that float32 data may need.
+    return dtype if dtype in (mx.float16, mx.bfloat16) else mx.bfloat16
+
+
+class GroupStore:
+    """Common part of `KeyStore` and `ValueStore`.
+
+    Args:
+        bits: Bits a value; None keeps plain arrays [B, H, capacity · G, D].
+        group_size: Tokens in a slot (G), and the largest quantisation group.
+    """
+
+    _time_axis = -2
+
+    def __init__(self, bits: int | None, group_size: int) -> None:
+        self.bits = bits
+        self.group_size = group_size
+        self.capacity = 0
+        self.head_dim = 0
+        self.dtype = mx.float32
+        self.arrays: list[mx.array] = []
+
+    def copy(self) -> Self:
+        """A store with the same content, to write to while this one is read."""
+        return copy.copy(self)
+
+    def reserve(self, capacity: int, like: mx.array) -> None:
+        """Grow to ``capacity`` slots for tokens like ``like`` [B, H, ·, D]."""
+        if capacity <= self.capacity:
+            return
+        axis, old = self._axis(), self.arrays
+        if old:
+            samples, slots = old, self.capacity
+        else:
+            self.head_dim, self.dtype = like.shape[-1], like.dtype
+            # Of a group of zeros: shapes and types, never evaluated.
+            group = mx.zeros((*like.shape[:2], self.group_size, self.head_dim), self.dtype)
+            samples, slots = self._encode(group), 1
+        new = []
+        for sample in samples:
+            shape = list(sample.shape)
+            shape[axis] = shape[axis] // slots * (capacity - self.capacity)
+            new.append(mx.zeros(shape, sample.dtype))
+        if old:
+            new = [mx.concatenate(pair, axis) for pair in zip(old, new, strict=True)]
+        self.arrays = new
+        self.capacity = capacity
+
+    def write(self, slot: int, x: mx.array) -> None:
+        """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``."""
+        groups = x.shape[2] // self.group_size
+        axis = self._axis()
+        # Item assignment changes an object in place, which others may hold: `[...]` is a new one.
+        self.arrays = [array[...] for array in self.arrays]
+        for array, part in zip(self.arrays, self._encode(x), strict=True):
+            width = array.shape[axis] // self.capacity
+            span = slice(slot * width, (slot + groups) * width)
+            array[(..., span) if axis == -1 else (..., span, slice(None))] = part
+
+    def dense(self, slot: int, groups: int) -> mx.array:
+        """The tokens of ``groups`` slots from ``slot`` on: [B, H, groups · G, D] of ``dtype``."""
+        axis = self._axis()
+        parts = []
+        for array in self.arrays:
+            width = array.shape[axis] // self.capacity
+            span = slice(slot * width, (slot + groups) * width)
+            parts.append(array[(..., span) if axis == -1 else (..., span, slice(None))])
+        return self._decode(parts)
+
+    def live_arrays(self) -> list[mx.array]:
+        return list(self.arrays)
+
+    def restore(self, arrays: list[mx.array], head_dim: int, dtype: mx.Dtype) -> list[mx.array]:
+        """Take back what `live_arrays` gave, from the front of a list; returns the rest."""
+        count = 1 if self.bits is None else 3
+        self.arrays, self.head_dim, self.dtype = list(arrays[:count]), head_dim, dtype
+        slots = self.arrays[-1].shape[self._axis()]
+        self.capacity = slots if self._axis() == -1 else slots // self.group_size
+        return arrays[count:]
+
+    def _axis(self) -> int:
+        return -2 if self.bits is None else self._time_axis
+
+    def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
+        raise NotImplementedError
+
+    def _decode(self, parts: list[mx.array]) -> mx.array:
+        raise NotImplementedError
+
+
+class KeyStore(GroupStore):
+    """Keys, transposed and quantised along time: a scale a channel and group of G tokens.
+
+    Packed arrays: words [B, H, D, capacity · G · bits / 32], scales and zeros [B, H, D, capacity].
+    (KIVI, arXiv:2402.02750, section 3.2: outliers sit in fixed channels of the keys.)
+    """
+
+    _time_axis = -1
+
+    def __init__(self, bits: int | None, group_size: int) -> None:
+        super().__init__(bits, group_size)
+        # Middle of each channel [B, H, 1, D], taken off float32 keys before packing: their
+        # 16-bit zeros would be too coarse for a channel with a large bias.
+        self.shift: mx.array | None = None
+
+    def write(self, slot: int, x: mx.array) -> None:
+        if self.bits and self.dtype == mx.float32:
+            if self.shift is None:
+                # Of the first group alone: it must not depend on how many came at once.
+                first = x[:, :, : self.group_size]
+                high, low = first.max(axis=2, keepdims=True), first.min(axis=2, keepdims=True)
+                self.shift = high / 2 + low / 2
+            x = x - self.shift
+        super().write(slot, x)
+
+    def scores(self, queries: mx.array) -> mx.array:
+        """queries [B, H, rows, D] float32 times (keys - shift): [B, H, rows, capacity · G]."""
+        if self.bits is None:
+            return queries @ self.arrays[0].astype(mx.float32).swapaxes(-1, -2)
+        words, scales, zeros = self.arrays
+        return mx.quantized_matmul(
+            queries,
+            words,
+            scales.astype(mx.float32),
+            zeros.astype(mx.float32),
+            transpose=False,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+    def live_arrays(self) -> list[mx.array]:
+        return super().live_arrays() + ([] if self.shift is None else [self.shift])
+
+    def restore(self, arrays: list[mx.array], head_dim: int, dtype: mx.Dtype) -> list[mx.array]:
+        rest = super().restore(arrays, head_dim, dtype)
+        if self.bits and dtype == mx.float32:
+            self.shift, rest = rest[0], rest[1:]
+        return rest
+
+    def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
+        if self.bits is None:
+            return (x,)
+        # Chosen by benchmarks/quality.py (docs/quality.md): 2 bits gain most from the finer step.
+        inset = 2.0 ** (1 - self.bits)
+        keys = x.swapaxes(-1, -2)
+        return quantize(keys, self.bits, self.group_size, scale_dtype(self.dtype), inset)
+
+    def _decode(self, parts: list[mx.array]) -> mx.array:
+        if self.bits is None:
+            return parts[0]
+        x = dequantize(*parts, bits=self.bits, group_size=self.group_size).swapaxes(-1, -2)
+        return stored_as(x if self.shift is None else x + self.shift, self.dtype)
+
+
+class ValueStore(GroupStore):
+    """Values, quantised along the head: a scale a token and group of channels.
+
+    Packed arrays: words [B, H, capacity · G, P · bits / 32], scales and zeros
+    [B, H, capacity · G, P / group], P the head size padded to whole groups.
+    """
+
+    def weighted(self, weights: mx.array) -> mx.array:
+        """weights [B, H, rows, capacity · G] float32 times the values: [B, H, rows, D]."""
+        if self.bits is None:
+            return weights @ self.arrays[0].astype(mx.float32)
+        words, scales, zeros = self.arrays
+        group, padded = value_group(self.head_dim, self.group_size, self.bits)
+        out = mx.quantized_matmul(
+            weights,
+            words,
+            scales.astype(mx.float32),
+            zeros.astype(mx.float32),
+            transpose=False,
+            group_size=group,
+            bits=self.bits,
+        )
+        return out[..., : self.head_dim] if padded > self.head_dim else out
+
+    def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
+        if self.bits is None:
+            return (x,)
+        group, padded = value_group(self.head_dim, self.group_size, self.bits)
+        if padded > self.head_dim:
+            # Copies of the last channel: they widen no group's range.
+            last = x[..., -1:]
+            x = mx.concatenate([x, *[last] * (padded - self.head_dim)], axis=-1)
+        return quantize(x, self.bits, group, scale_dtype(self.dtype))
+
+    def _decode(self, parts: list[mx.array]) -> mx.array:
+        if self.bits is None:
+            return parts[0]
+        group, _ = value_group(self.head_dim, self.group_size, self.bits)
+        x = dequantize(*parts, bits=self.bits, group_size=group)
+        return stored_as(x[..., : self.head_dim], self.dtype)

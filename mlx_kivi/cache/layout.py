@@ -1,0 +1,246 @@
+"""Which token is where: the arithmetic of a cache, in whole numbers.
+
+Positions count from the start of the sequence. The first ``sink`` positions are the sinks; the
+rest form the stream, indexed j = position - sink. The ring holds the sinks, then ``ring`` slots
+for the newest of the stream (slot j mod ring); the store holds packed groups of ``group`` tokens
+(slot g mod capacity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..config import TRIM_MARGIN, KVCacheConfig
+
+_FAR = 2**62
+
+
+class Plan(NamedTuple):
+    """Sizes that follow from a policy.
+
+    sink: sinks; ring: full-precision slots of the stream, None if it grows without bound;
+    group: tokens in a packed group; residual: stream tokens that stay unpacked, None if all do;
+    slots: groups in the store, None if it grows; window: as in the policy.
+    """
+
+    sink: int
+    ring: int | None
+    group: int
+    residual: int | None
+    slots: int | None
+    window: int | None
+
+    def groups(self, seen: int) -> int:
+        """Groups that are packed once ``seen`` tokens are in: a function of the count alone."""
+        if self.residual is None:
+            return 0
+        return max(0, seen - self.sink - self.residual) // self.group
+
+    def room(self, groups: int) -> int:
+        """Slots of a store that holds ``groups`` groups: one step to spare, a window's at most.
+
+        Steps are a fiftieth of the store, 256 tokens at the most: copied seldom, and little of
+        it held and computed on for nothing.
+        """
+        step = max(1, min(groups // 50, 256 // self.group))
+        room = -(-groups // step) * step
+        return room if self.slots is None else min(room, self.slots)
+
+    def until_packing(self, seen: int) -> int | None:
+        """Tokens that follow ``seen`` ones before another group is packed; None: it never is."""
+        if self.residual is None:
+            return None
+        return self.sink + self.residual + (self.groups(seen) + 1) * self.group - seen
+
+    def evicted(self, seen: int) -> bool:
+        """Whether a query that follows ``seen`` tokens can no longer attend to all of them."""
+        return self.window is not None and seen - self.sink >= self.window
+
+    def first_visible(self, query: int) -> int:
+        """The oldest position of the stream that a query at position ``query`` may see."""
+        return self.sink if self.window is None else max(self.sink, query - self.window + 1)
+
+
+def plan_for(config: KVCacheConfig) -> Plan:
+    """The sizes for a policy. A window that fits the full-precision part is never packed."""
+    group, window = config.group_size, config.window
+    residual = config.residual_length if config.quantized else None
+    ring = slots = None
+    if residual is not None:
+        # Room for the residual, the group that is filling up, and what trim may take back.
+        ring = residual + group + TRIM_MARGIN
+        if window is not None:
+            slots = -(-(window + TRIM_MARGIN - 1 - residual) // group)
+    if window is not None and (ring is None or window + TRIM_MARGIN <= ring):
+        ring, residual, slots = window + TRIM_MARGIN, None, None
+    return Plan(config.sink, ring, group, residual, slots, window)
+
+
+def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut [start, stop) where it wraps in a ring of ``size``: (start, slot, length) of each."""
+    while start < stop:
+        slot = start % size
+        length = min(stop - start, size - slot)
+        yield start, slot, length
+        start += length
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one call of attention may see: made by `snapshot`.
+
+    plan: sizes; capacity: groups the store has room for now; placed: tokens in ring and store;
+    groups: packed ones; chunk: newer tokens, not yet placed; queries: rows, the newest tokens.
+    """
+
+    plan: Plan
+    capacity: int
+    placed: int
+    groups: int
+    chunk: int
+    queries: int
+
+    @cached_property
+    def first_query(self) -> int:
+        return self.placed + self.chunk - self.queries
+
+    @cached_property
+    def low(self) -> int:
+        """The oldest placed position of the stream that any query may see."""
+        return min(self.plan.first_visible(self.first_query), max(self.placed, self.plan.sink))
+
+    @cached_property
+    def sinks(self) -> int:
+        return min(self.plan.sink, self.placed)
+
+    @property
+    def length(self) -> int:
+        """Tokens that at least one query sees."""
+        return self.sinks + max(0, self.placed - self.low) + self.chunk
+
+    @cached_property
+    def linear(self) -> bool:
+        """Whether the first ``placed`` slots of the ring are what is visible, in order."""
+        plan = self.plan
+        fits = plan.ring is None or self.placed <= plan.sink + plan.ring
+        return fits and self.groups == 0 and self.low == plan.sink
+
+    def ordered_positions(self) -> np.ndarray:
+        """Positions in the order in which dense arrays are handed out: [length]."""
+        old = np.arange(self.low, self.placed)
+        new = np.arange(self.placed, self.placed + self.chunk)
+        return np.concatenate([np.arange(self.sinks), old, new])
+
+    @cached_property
+    def ring_bias(self) -> mx.array | None:
+        """Additive mask of the ring, [queries, sink + ring]; None if all of it shows."""
+        key = (self.plan.sink, self.plan.ring, self.placed, self.groups * self.plan.group)
+        return _bias(_ring_positions, key, *self._rows())
+
+    @cached_property
+    def store_bias(self) -> mx.array | None:
+        """Additive mask of the store, [queries, capacity · group]; None if all of it shows."""
+        key = (self.plan.sink, self.plan.group, self.capacity, self.groups)
+        rows = self._rows()
+        if self.queries == 1 and self.plan.window is None:
+            rows = (_FAR, 1, None, 0)  # the same at each step until a group is added
+        return _bias(_store_positions, key, *rows)
+
+    @cached_property
+    def chunk_bias(self) -> mx.array | None:
+        """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
+        return _bias(np.arange, (self.placed, self.placed + self.chunk), *self._rows())
+
+    def block(self, start: int, stop: int) -> tuple[slice, mx.array | None]:
+        """What rows ``start`` … ``stop - 1`` see beside the sinks, where sinks come first.
+
+        Returns:
+            The columns of dense arrays, and an additive mask [rows, sinks and columns].
+        """
+        plan, first = self.plan, self.first_query + start
+        low = max(self.low, plan.first_visible(first))
+        end = max(self.first_query + stop, low)
+        begin = plan.sink + low - self.low
+        # Relative to the first row: the same for most blocks, so made once.
+        sizes = (plan.sink, min(first, plan.sink), first - low, end - low, plan.window)
+        return slice(begin, begin + end - low), _block_bias(stop - start, *sizes)
+
+    def reorder(self, mask: mx.array) -> mx.array:
+        """Columns of a mask [..., length] over dense arrays, as ring, store and chunk lie."""
+        plan = self.plan
+        positions = np.concatenate(
+            [
+                _ring_positions(plan.sink, plan.ring, self.placed, self.groups * plan.group),
+                _store_positions(plan.sink, plan.group, self.capacity, self.groups),
+                np.arange(self.placed, self.placed + self.chunk),
+            ]
+        )
+        order = np.searchsorted(self.ordered_positions(), positions)
+        return mask[..., mx.array(np.minimum(order, self.length - 1))]
+
+    def _rows(self) -> tuple[int, int, int | None, int]:
+        return self.first_query, self.queries, self.plan.window, self.plan.sink
+
+
+@lru_cache(maxsize=16)
+def snapshot(
+    plan: Plan, capacity: int, placed: int, groups: int, chunk: int, queries: int
+) -> Snapshot:
+    """The one that all layers of a step share: what follows from it is computed once."""
+    return Snapshot(plan, capacity, placed, groups, chunk, queries)
+
+
+def _ring_positions(sink: int, ring: int, placed: int, packed: int) -> np.ndarray:
+    """Position in each slot of the ring, -1 where none is or where it is packed already."""
+    positions = np.full(sink + ring, -1)
+    positions[: min(sink, placed)] = np.arange(min(sink, placed))
+    stream = max(0, placed - sink)
+    for j, slot, count in spans(max(packed, stream - ring), stream, ring):
+        positions[sink + slot : sink + slot + count] = np.arange(sink + j, sink + j + count)
+    return positions
+
+
+def _store_positions(sink: int, group: int, capacity: int, groups: int) -> np.ndarray:
+    """Position of each token slot in the store, -1 where none is."""
+    slots = np.arange(capacity)
+    g = slots + (groups - 1 - slots) // capacity * capacity if capacity else slots
+    start = np.where(g >= 0, g * group + sink, -group - sink)
+    positions = (start[:, None] + np.arange(group)).reshape(-1)
+    return np.maximum(positions, -1)
+
+
+@lru_cache(maxsize=16)
+def _bias(
+    positions_of, key: tuple, first: int, queries: int, window: int | None, sink: int
+) -> mx.array | None:
+    # Made on the host: no graph nodes, and one array serves every layer of a step.
+    positions = positions_of(*key)
+    rows = np.arange(first, first + queries)[:, None]
+    shown = (positions >= 0) & (positions <= rows)
+    if window is not None:
+        shown &= (positions > rows - window) | (positions < sink)
+    return _additive(shown)
+
+
+@lru_cache(maxsize=4)
+def _block_bias(
+    rows: int, sink: int, seen: int, lead: int, width: int, window: int
+) -> mx.array | None:
+    """Mask of ``sink`` sinks, ``seen`` of them before the first row, then of ``width`` tokens of
+    the stream, ``lead`` of them before it."""
+    row = np.arange(rows)[:, None]
+    sinks = np.arange(sink) - seen <= row
+    stream = np.arange(width) - lead
+    return _additive(np.hstack([sinks, (stream <= row) & (stream > row - window)]))
+
+
+def _additive(shown: np.ndarray) -> mx.array | None:
+    if shown.all():
+        return None
+    return mx.array(np.where(shown, np.float32(0), np.float32(-np.inf)))

@@ -1,0 +1,198 @@
+"""A cache as a flat list of arrays, and back.
+
+The list is a header of bytes (JSON), then the live part of each array: ring, keys' store, values'
+store. It may come from a file that anyone wrote, so all of it is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..config import DTYPES, KVCacheConfig
+from .group_store import GroupStore, KeyStore
+from .layout import Plan, plan_for
+from .rotation import REBASE_BY, Rotation
+
+_MAX_HEADER = 65_536  # bytes
+_MAX_LENGTH = 2**31  # of an axis, in mlx
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is not in the arrays: the settings, and which tokens the arrays hold.
+
+    offset: tokens seen; ring_low: oldest stream token in the ring; store_low: oldest group in the
+    stores; dtype: the model's, None before the first token; rebased: positions not counted any
+    more; rebase_at and rotation: as the cache's.
+    """
+
+    config: KVCacheConfig
+    packed_attention: bool
+    offset: int
+    ring_low: int
+    store_low: int
+    dtype: str | None
+    rebased: int = 0
+    rebase_at: int | None = None
+    rotation: Rotation | None = None
+
+    def encode(self) -> mx.array:
+        text = json.dumps(asdict(self)).encode()
+        return mx.array(np.frombuffer(text, dtype=np.uint8))
+
+    @property
+    def plan(self) -> Plan:
+        return plan_for(self.config)
+
+    @property
+    def ring_slots(self) -> int:
+        """Slots of the ring that hold tokens."""
+        plan = self.plan
+        return self.offset if plan.ring is None else min(self.offset, plan.sink + plan.ring)
+
+    @property
+    def store_slots(self) -> int:
+        """Slots of the stores that hold groups."""
+        groups, slots = self.plan.groups(self.offset), self.plan.slots
+        return groups if slots is None else min(groups, slots)
+
+
+def read_header(state: Sequence[Any]) -> Header:
+    """The header of a state, checked against itself.
+
+    Raises:
+        ValueError: one line that says what is wrong.
+    """
+    if not isinstance(state, list | tuple) or not all(isinstance(a, mx.array) for a in state):
+        raise ValueError("the state is not a list of arrays")
+    if not state or state[0].dtype != mx.uint8 or not 0 < state[0].size <= _MAX_HEADER:
+        raise ValueError("the state has no header")
+    try:
+        fields = json.loads(bytes(np.array(state[0])))
+        rotation = fields.get("rotation")
+        rotation = None if rotation is None else Rotation(**rotation)
+        config = KVCacheConfig(**fields["config"])
+        header = Header(**{**fields, "config": config, "rotation": rotation})
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"the header is broken ({error})") from None
+    _check_header(header)
+    return header
+
+
+def _check_header(header: Header) -> None:
+    plan = header.plan
+    for name in ("offset", "ring_low", "store_low", "rebased"):
+        value = getattr(header, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_LENGTH:
+            raise ValueError(f"{name} is {value!r}")
+    limit = header.rebase_at
+    if limit is not None and (type(limit) is not int or limit < REBASE_BY or not header.rotation):
+        raise ValueError(f"rebase_at is {limit!r}")
+    if header.rebased > (header.offset if limit else 0):
+        raise ValueError(f"rebased is {header.rebased} after {header.offset} tokens")
+    if not isinstance(header.packed_attention, bool):
+        raise ValueError(f"packed_attention is {header.packed_attention!r}")
+    if header.dtype not in DTYPES and (header.offset or header.dtype is not None):
+        raise ValueError(f"dtype is {header.dtype!r}")
+    sizes = (plan.sink, plan.ring or 0, (plan.slots or 0) * plan.group, header.config.protect_first)
+    if max(sizes) >= _MAX_LENGTH:
+        raise ValueError("a size in the settings is too large for an array")
+
+    # What the next query may see has to be there.
+    stream, groups = max(0, header.offset - plan.sink), plan.groups(header.offset)
+    low, packed = plan.first_visible(header.offset) - plan.sink, groups * plan.group
+    in_ring = stream if plan.ring is None else plan.ring
+    if header.ring_low > min(stream, max(packed, low)) or stream - header.ring_low > in_ring:
+        raise ValueError(f"ring_low is {header.ring_low} after {header.offset} tokens")
+    in_store = groups if plan.slots is None else plan.slots
+    if header.store_low > groups or groups - header.store_low > in_store:
+        raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
+    if low < packed and low // plan.group < header.store_low:
+        raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
+
+
+def read_ring(header: Header, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+    """Keys and values of the ring [B, H, slots, D], with room for all slots.
+
+    Raises:
+        ValueError: if there are no two arrays of the shape and type that the header asks for.
+    """
+    if len(arrays) < 2:
+        raise ValueError("the arrays of sinks and recent tokens are missing")
+    keys, values = arrays[:2]
+    stored = header.config.dtype
+    # Values may be of another type than keys, whose type is the model's.
+    types = ((stored or header.dtype,), (stored,) if stored else DTYPES)
+    for name, x, dtypes in zip(("keys", "values"), (keys, values), types, strict=True):
+        shape_fits = x.ndim == 4 and x.shape[2] == header.ring_slots and min(x.shape[:2]) > 0
+        if not shape_fits or dtype_name(x.dtype) not in dtypes:
+            raise ValueError(f"recent {name} are {x.shape} of {dtype_name(x.dtype)}")
+    if keys.shape[0] != values.shape[0] or keys.shape[3] == 0:
+        raise ValueError(f"recent keys are {keys.shape}, values {values.shape}")
+    if header.rotation and header.rotation.dims > keys.shape[3]:
+        raise ValueError(f"recent keys are {keys.shape}, {header.rotation.dims} channels turn")
+    plan = header.plan
+    total = header.ring_slots if plan.ring is None else plan.sink + plan.ring
+    return _padded(keys, total), _padded(values, total)
+
+
+def read_stores(
+    header: Header,
+    stores: Sequence[GroupStore],
+    ring: Sequence[mx.array],
+    arrays: Sequence[mx.array],
+) -> None:
+    """Fill empty stores with all of ``arrays``, as many slots as the cache had.
+
+    Args:
+        stores: For keys and for values, with bits and group size set.
+        ring: Keys and values [B, H, ·, D] that fix heads, head sizes and type.
+
+    Raises:
+        ValueError: if one array is missing, too many, or of another shape or type.
+    """
+    plan, slots = header.plan, header.store_slots
+    rest = list(arrays)
+    if slots:
+        capacity = plan.room(slots)
+        for store, like in zip(stores, ring, strict=True):
+            want = _shapes(store, slots, like)
+            got = [(a.shape, a.dtype) for a in rest[: len(want)]]
+            if got != want:
+                raise ValueError(f"packed arrays are {got}, expected {want}")
+            rest = store.restore(rest, like.shape[3], like.dtype)
+            store.reserve(capacity, like)
+    if rest:
+        raise ValueError(f"{len(rest)} arrays too many")
+
+
+def live_arrays(store: GroupStore, slots: int, like: mx.array) -> list[mx.array]:
+    """The arrays of a store, cut to its first ``slots`` slots; later writes don't change them."""
+    whole = store.live_arrays()
+    shapes = [shape for shape, _ in _shapes(store, slots, like)]
+    return [a[tuple(slice(n) for n in s)] for a, s in zip(whole, shapes, strict=True)]
+
+
+def _shapes(store: GroupStore, slots: int, like: mx.array) -> list[tuple[tuple, mx.Dtype]]:
+    """Shape and type of each array of a store with ``slots`` slots."""
+    twin = type(store)(store.bits, store.group_size)
+    twin.reserve(slots, like)
+    shapes = [(a.shape, a.dtype) for a in twin.live_arrays()]
+    if isinstance(store, KeyStore) and store.bits and like.dtype == mx.float32:
+        shapes.append(((*like.shape[:2], 1, like.shape[3]), mx.float32))
+    return shapes
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _padded(x: mx.array, length: int) -> mx.array:
+    more = length - x.shape[2]
+    return x if more == 0 else mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])

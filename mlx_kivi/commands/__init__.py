@@ -1,0 +1,1 @@
+"""What the commands share: flags, loading of models, errors of one line."""

@@ -1,0 +1,115 @@
+"""The cache policy on the command line: flags, and messages that name them."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..config import BITS, PRESETS, KVCacheConfig, listed, with_max_kv_size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the cache's own flags. ``--kv-group-size`` and ``--max-kv-size`` are mlx_lm's."""
+    flags = parser.add_argument_group("KV cache (mlx_kivi)")
+    flags.add_argument(
+        "--kv-quantize",
+        metavar="NAME",
+        help=f"Storage of the KV cache: {listed(PRESETS)}. Default: none",
+    )
+    flags.add_argument(
+        "--kv-key-bits", type=int, metavar="BITS", help=f"Bits for keys: {listed(BITS)}"
+    )
+    flags.add_argument(
+        "--kv-value-bits", type=int, metavar="BITS", help=f"Bits for values: {listed(BITS)}"
+    )
+    flags.add_argument(
+        "--kv-residual",
+        type=int,
+        metavar="N",
+        help="Most recent tokens kept in full precision. Default: 64 for int4, else 32",
+    )
+    flags.add_argument(
+        "--streaming-llm-sink",
+        type=int,
+        metavar="N",
+        help="First tokens that are always kept. Default: 4",
+    )
+    flags.add_argument(
+        "--streaming-llm-window",
+        type=int,
+        metavar="M",
+        help="Keep only the last M tokens beside the sinks. Default: keep all",
+    )
+    flags.add_argument(
+        "--streaming-llm-reposition",
+        action="store_true",
+        help="Let sinks move along, next to the window, as in the StreamingLLM paper",
+    )
+
+
+def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheConfig | None:
+    """The policy that the flags ask for; None if none of ours was given.
+
+    Args:
+        args: What a parser with `add_arguments` and mlx_lm's own flags returned.
+        group_size: ``--kv-group-size`` if the user gave it.
+
+    Raises:
+        ValueError: one line that names the flag and the mend.
+    """
+    given = {
+        "k_bits": args.kv_key_bits,
+        "v_bits": args.kv_value_bits,
+        "residual_length": args.kv_residual,
+        "sink": args.streaming_llm_sink,
+        "window": args.streaming_llm_window,
+        "reposition": args.streaming_llm_reposition or None,
+    }
+    given = {field: value for field, value in given.items() if value is not None}
+    if not given and args.kv_quantize is None:
+        return None
+    if getattr(args, "kv_bits", None) is not None:
+        raise ValueError(
+            "--kv-bits is mlx_lm's own cache and excludes the flags of this one: use --kv-quantize"
+        )
+    if args.streaming_llm_window is not None and args.max_kv_size is not None:
+        raise ValueError("--max-kv-size and --streaming-llm-window both bound the cache: use one")
+    bounded = args.streaming_llm_window is not None or args.max_kv_size is not None
+    if args.streaming_llm_sink is not None and not bounded:
+        raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
+    if args.streaming_llm_reposition and not bounded:
+        raise ValueError("--streaming-llm-reposition needs --streaming-llm-window M")
+    if group_size is not None:
+        given["group_size"] = group_size
+    try:
+        name = "none" if args.kv_quantize is None else args.kv_quantize
+        config = KVCacheConfig.from_name(name, **given)
+    except ValueError as error:
+        raise ValueError(in_flags(str(error))) from None
+    if args.kv_residual is not None and not config.quantized:
+        raise ValueError("--kv-residual is for packed caches: add --kv-quantize NAME")
+    try:
+        return with_max_kv_size(config, args.max_kv_size)
+    except ValueError as error:
+        raise ValueError(str(error).replace("max_kv_size=", "--max-kv-size ")) from None
+
+
+_FLAGS = {
+    "k_bits": "--kv-key-bits",
+    "v_bits": "--kv-value-bits",
+    "group_size": "--kv-group-size",
+    "residual_length": "--kv-residual",
+    "sink": "--streaming-llm-sink",
+    "window": "--streaming-llm-window",
+    "kv-quantize": "--kv-quantize",
+}
+
+
+def in_flags(message: str) -> str:
+    """A message about fields of a policy, with the flags in their place."""
+    for field, flag in _FLAGS.items():
+        for mark in ("=", " "):
+            if message.startswith(field + mark):
+                message = flag + " " + message[len(field) + 1 :]
+    message = message.replace(", or None", "").replace("or None to", "or leave it out to")
+    message = message.replace("reposition=True", "--streaming-llm-reposition")
+    return message

@@ -1,0 +1,1 @@
+"""How each model of mlx_lm uses its caches, and which of ours it therefore gets."""

@@ -1,0 +1,86 @@
+"""What runs in place of functions of mlx_lm while our caches are in use, whoever made them.
+
+The list is handed down to `hooks.attention`, which installs it. A replacement's code runs with
+mlx_lm's globals, so each imports the function that does the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models import base, gpt2, gpt_bigcode
+from mlx_lm.models import cache as caches
+
+from .. import hooks
+from ..cache.attention import CacheHandle, attend_handle
+from ..hooks import Hook
+from ..quantized_streaming_cache import QuantizedStreamingCache
+from . import speculation
+
+
+def _replacements() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
+    def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
+        from mlx_kivi.upstream.replacements import dispatch_attention
+
+        return dispatch_attention(queries, keys, values, cache, scale, mask, sinks)
+
+    def trim_prompt_cache(cache, num_tokens):
+        from mlx_kivi.upstream.replacements import dispatch_trim
+
+        return dispatch_trim(cache, num_tokens)
+
+    def save_prompt_cache(file_name, cache, metadata):
+        from mlx_kivi.upstream.prompt_file import dispatch_save
+
+        return dispatch_save(file_name, cache, metadata)
+
+    def load_prompt_cache(file_name, return_metadata):
+        from mlx_kivi.upstream.prompt_file import dispatch_load
+
+        return dispatch_load(file_name, return_metadata)
+
+    def __call__(self, inputs, cache=None):
+        from mlx_kivi.models.learned_positions import dispatch_call
+
+        return dispatch_call(self, inputs, cache)
+
+    found = {
+        "scaled_dot_product_attention": Hook(
+            base.scaled_dot_product_attention, scaled_dot_product_attention
+        ),
+        "trim_prompt_cache": Hook(caches.trim_prompt_cache, trim_prompt_cache),
+        "save_prompt_cache": Hook(caches.save_prompt_cache, save_prompt_cache),
+        "load_prompt_cache": Hook(caches.load_prompt_cache, load_prompt_cache),
+        "speculative_generate_step": speculation.hook(),
+        # They would read beyond the end of their tables of positions.
+        **{m.__name__: Hook(m.Model.__call__, __call__) for m in (gpt2, gpt_bigcode)},
+    }
+    # CacheList looks its members' classes up by name in its module.
+    return found, [(caches, "QuantizedStreamingCache", QuantizedStreamingCache)]
+
+
+hooks.attention.make = _replacements
+
+
+def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
+    """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
+    if isinstance(keys, CacheHandle):
+        return attend_handle(queries, keys, scale, mask, sinks)
+    original = hooks.attention.original("scaled_dot_product_attention")
+    return original(queries, keys, values, cache, scale, mask, sinks)
+
+
+def dispatch_trim(cache: list[Any], num_tokens: int) -> int:
+    """`trim_prompt_cache` that trims bounded caches within the margin that they keep."""
+    if not cache or not all(_can_trim(c, num_tokens) for c in cache):
+        return 0
+    trimmed = [c.trim(num_tokens) for c in cache]
+    return trimmed[0]
+
+
+def _can_trim(cache: Any, n: int) -> bool:
+    if isinstance(cache, QuantizedStreamingCache):
+        return cache.can_trim(min(n, cache.offset))
+    if hasattr(cache, "caches"):
+        return all(_can_trim(c, n) for c in cache.caches)
+    return cache.is_trimmable()

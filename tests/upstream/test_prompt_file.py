@@ -1,0 +1,356 @@
+"""Prompt files that are broken, foreign or tampered with, and writing that is cut off."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as mlx_caches
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+import mlx_kivi
+from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.upstream.prompt_file import PromptFileError, check
+
+PACKED = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, residual_length=16, window=90)
+PLAIN = KVCacheConfig(window=60)
+
+
+def filled(config: KVCacheConfig, tokens: int = 250) -> QuantizedStreamingCache:
+    cache = QuantizedStreamingCache(config)
+    mx.random.seed(0)
+    cache.update_and_fetch(*mx.random.normal((2, 1, 2, tokens, 32)))
+    return cache
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "prompt.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Any:
+    yield
+    mlx_kivi.unpatch()
+
+
+def refused(path: Path, *words: str) -> str:
+    """The error, which is one line and names the file; mlx_lm's function gives one as well."""
+    with pytest.raises(PromptFileError) as caught:
+        mlx_kivi.load_prompt_cache(path)
+    message = str(caught.value)
+    with mlx_kivi.patched(), pytest.raises(PromptFileError) as again:
+        mlx_caches.load_prompt_cache(str(path))
+    for text in (message, str(again.value)):
+        assert text.startswith(f"{path}: ") and "\n" not in text
+        assert all(word in text for word in words)
+    return message
+
+
+# Files that are no prompt files
+
+
+def test_a_missing_file_is_named(path: Path) -> None:
+    refused(path, "no such file")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\xff" * 100, b"PK\x03\x04" + bytes(200), bytes(8) + b"{}"]
+)
+def test_a_file_of_another_kind_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    refused(path, "make it again")
+
+
+def test_a_directory_is_refused(path: Path) -> None:
+    path.mkdir()
+    refused(path)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "mlx"}, {"0": "x"}, {"0.0": "", "1.0": "x"}])
+def test_weights_of_a_model_are_refused(path: Path, metadata: dict[str, str]) -> None:
+    mx.save_safetensors(str(path), {"model.embed.weight": mx.zeros((4, 4))}, metadata)
+    refused(path, "make it again")
+
+
+def test_a_file_cut_short_anywhere_is_refused(path: Path) -> None:
+    mlx_kivi.save_prompt_cache(path, [filled(PACKED), filled(PLAIN)])
+    content = path.read_bytes()
+    for length in (0, 7, 8, 9, 100, 600, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        refused(path, "make it again")
+
+
+def test_bytes_changed_at_random_give_a_cache_or_the_one_error(path: Path) -> None:
+    """Of the two headers, that is: what the arrays hold can be anything."""
+    stock = KVCache()
+    stock.update_and_fetch(mx.ones((1, 1, 3, 4)), mx.ones((1, 1, 3, 4)))
+    mlx_kivi.save_prompt_cache(path, [filled(PACKED, 70), stock, filled(PLAIN, 0)])
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    inner = content.index(b'{"config"')
+    rng = random.Random(0)
+    outcomes = {True: 0, False: 0}
+    for i in range(300):
+        broken = bytearray(content)
+        start, stop = (0, end) if i % 2 else (inner, inner + 400)
+        for _ in range(rng.randint(1, 3)):
+            broken[rng.randrange(start, stop)] = rng.choice(b'0123456789"[]{},:-eEtn \x00\xff')
+        path.write_bytes(broken)
+        try:
+            mlx_kivi.load_prompt_cache(path)
+        except PromptFileError as error:
+            assert "\n" not in str(error)
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+    assert outcomes[False] > 200
+
+
+# Files that were changed on purpose
+
+
+def tampered(
+    path: Path,
+    config: KVCacheConfig,
+    change: Callable[[dict[str, mx.array], dict[str, str]], None],
+) -> None:
+    """A good file, its arrays ("0.0" is the header of the state) and text changed."""
+    mlx_kivi.save_prompt_cache(path, [filled(config)])
+    arrays, text = mx.load(str(path), return_metadata=True)
+    mx.eval(arrays)
+    change(arrays, text)
+    mx.save_safetensors(str(path), arrays, text)
+
+
+def header_change(**fields: Any) -> Callable[..., None]:
+    """Set fields of the header; those of the settings are written config__name."""
+
+    def change(arrays: dict[str, mx.array], _: dict[str, str]) -> None:
+        header = json.loads(bytes(np.array(arrays["0.0"])))
+        for name, value in fields.items():
+            section, _, inner = name.partition("__")
+            (header[section] if inner else header)[inner or section] = value
+        arrays["0.0"] = mx.array(list(json.dumps(header).encode()), mx.uint8)
+
+    return change
+
+
+def array_change(name: str, make: Callable[[mx.array], Any]) -> Callable[..., None]:
+    def change(arrays: dict[str, mx.array], _: dict[str, str]) -> None:
+        made = make(arrays[name])
+        if made is None:
+            del arrays[name]
+        else:
+            arrays[name] = made
+
+    return change
+
+
+HEADERS = {
+    "no fields": lambda a, _: a.update({"0.0": mx.array(list(b"{}"), mx.uint8)}),
+    "a list": lambda a, _: a.update({"0.0": mx.array(list(b"[1, 2]"), mx.uint8)}),
+    "no JSON": lambda a, _: a.update({"0.0": mx.array(list(b"{'a': 1"), mx.uint8)}),
+    "deep JSON": lambda a, _: a.update({"0.0": mx.array(list(b"[" * 50_000), mx.uint8)}),
+    "not UTF-8": lambda a, _: a.update({"0.0": mx.array([255, 254], mx.uint8)}),
+    "floats": lambda a, _: a.update({"0.0": a["0.0"].astype(mx.float32)}),
+    "nothing": lambda a, _: a.update({"0.0": mx.zeros((0,), mx.uint8)}),
+    "an unknown field": header_change(more=1),
+    "negative offset": header_change(offset=-1),
+    "offset too small": header_change(offset=3),
+    "offset too large": header_change(offset=100_000),
+    "offset beyond an array": header_change(offset=2**40),
+    "offset of text": header_change(offset="250"),
+    "offset of truth": header_change(offset=True),
+    "offset with a fraction": header_change(offset=250.5),
+    "negative ring_low": header_change(ring_low=-1),
+    "ring_low too small": header_change(ring_low=0),
+    "ring_low too large": header_change(ring_low=240),
+    "negative store_low": header_change(store_low=-1),
+    "store_low too large": header_change(store_low=90),
+    "packed_attention of text": header_change(packed_attention="yes"),
+    "no dtype": header_change(dtype=None),
+    "an unknown dtype": header_change(dtype="complex64"),
+    "another dtype": header_change(dtype="float16"),
+    "dtype of a number": header_change(dtype=3),
+    "settings of text": header_change(config="int4"),
+    "an unknown setting": header_change(config__more=1),
+    "bits out of range": header_change(config__k_bits=7),
+    "other bits": header_change(config__v_bits=8),
+    "no bits": header_change(config__k_bits=None),
+    "group out of range": header_change(config__group_size=31),
+    "another group": header_change(config__group_size=64),
+    "negative residual": header_change(config__residual_length=-1),
+    "another residual": header_change(config__residual_length=64),
+    "negative window": header_change(config__window=-90),
+    "no window": header_change(config__window=None),
+    "a giant window": header_change(config__window=2**50),
+    "giant sinks": header_change(config__sink=2**31),
+    "more sinks": header_change(config__sink=5),
+    "layers of a number": header_change(config__layers=5),
+    "another storage dtype": header_change(config__dtype="float16"),
+}
+
+ARRAYS = {
+    "one dimension less": array_change("0.1", lambda x: x[0]),
+    "fewer slots": array_change("0.1", lambda x: x[:, :, :-1]),
+    "another batch": array_change("0.2", lambda x: mx.concatenate([x, x])),
+    "integers": array_change("0.1", lambda x: x.astype(mx.int32)),
+    "no heads": array_change("0.1", lambda x: x[:, :0]),
+    "empty keys": array_change("0.1", lambda x: x[..., :0]),
+    "keys of another head size": array_change("0.1", lambda x: x[..., :16]),
+    "values of another head size": array_change("0.2", lambda x: mx.concatenate([x, x], -1)),
+    "other heads": array_change("0.2", lambda x: mx.concatenate([x, x], 1)),
+    "packed words of another type": array_change("0.3", lambda x: x.astype(mx.int32)),
+    "fewer packed words": array_change("0.3", lambda x: x[..., :-1]),
+    "scales of another type": array_change("0.4", lambda x: x.astype(mx.float32)),
+    "a scale too many": array_change("0.5", lambda x: mx.concatenate([x, x], -1)),
+    "a value's zero too few": array_change("0.9", lambda x: x[:, :, 1:]),
+    "no header": array_change("0.0", lambda x: None),
+    "no keys": array_change("0.1", lambda x: None),
+    "no shift": array_change("0.6", lambda x: None),
+    "no last array": array_change("0.9", lambda x: None),
+    "an array too many": lambda a, _: a.update({"0.10": mx.zeros((3,))}),
+    "a gap": lambda a, _: a.update({"0.11": mx.zeros((3,))}),
+    "a giant index": lambda a, _: a.update({"0.999999999999": mx.zeros((3,))}),
+    "an array under an array": lambda a, _: a.update({"0.1.0": mx.zeros((3,))}),
+    "nested without end": lambda a, _: a.update({"0.1" + ".0" * 2000: mx.zeros((3,))}),
+    "a name": lambda a, _: a.update({"0.keys": mx.zeros((3,))}),
+    "an unknown class": lambda _, t: t.update({k: "Nonsense" for k in classes(t)}),
+    "a function": lambda _, t: t.update({k: "make_prompt_cache" for k in classes(t)}),
+    "another class": lambda _, t: t.update({k: "RotatingKVCache" for k in classes(t)}),
+    "a list of caches": lambda _, t: t.update({k: "CacheList" for k in classes(t)}),
+    "no class": lambda _, t: [t.pop(k) for k in classes(t)],
+}
+
+
+def classes(text: dict[str, str]) -> list[str]:
+    return [name for name, value in text.items() if value == "QuantizedStreamingCache"]
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=list(HEADERS))
+def test_a_header_that_was_tampered_with_is_refused(path: Path, change: Any) -> None:
+    tampered(path, PACKED, change)
+    refused(path)
+
+
+@pytest.mark.parametrize("change", ARRAYS.values(), ids=list(ARRAYS))
+def test_arrays_that_were_tampered_with_are_refused(path: Path, change: Any) -> None:
+    tampered(path, PACKED, change)
+    refused(path)
+
+
+@pytest.mark.parametrize("ring_low", [0, 153, 187, 188, 246])
+def test_a_ring_that_lacks_what_the_next_query_sees_is_refused(path: Path, ring_low: int) -> None:
+    # 246 tokens follow the sinks, the ring holds 92 of them, the next query sees 59.
+    tampered(path, PLAIN, header_change(ring_low=ring_low))
+    if ring_low == 187:
+        mlx_kivi.load_prompt_cache(path)  # the highest that will do
+    else:
+        refused(path, "ring_low")
+
+
+def test_a_file_that_was_not_changed_is_read(path: Path) -> None:
+    tampered(path, PACKED, lambda arrays, text: None)
+    cache = filled(PACKED)
+    loaded = mlx_kivi.load_prompt_cache(path)[0]
+    for (_, a), (_, b) in zip(tree_flatten(loaded.state), tree_flatten(cache.state), strict=True):
+        assert mx.array_equal(a, b)
+
+
+def test_a_state_that_was_refused_leaves_a_cache_as_it_was() -> None:
+    cache, twin = filled(PACKED), filled(PACKED)
+    for bad in (None, [], [mx.zeros((3,))], cache.state[:-1], ["text"], {"0": 1}):
+        with pytest.raises(ValueError):
+            cache.state = bad
+    for got, want in zip(cache.state, twin.state, strict=True):
+        assert mx.array_equal(got, want)
+
+
+# Writing
+
+
+@pytest.mark.parametrize("step", ["while writing", "before the move"])
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlx_kivi.save_prompt_cache(path, [filled(PACKED)], {"version": "old"})
+    before = path.read_bytes()
+    original = mx.save_safetensors
+
+    def fail(name: str, *args: Any) -> None:
+        if step == "while writing":
+            Path(name).write_bytes(b"half a file")
+        else:
+            original(name, *args)
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(mx, "save_safetensors", fail)
+    with pytest.raises(PromptFileError, match=r"can't be written \(disk full\)"):
+        mlx_kivi.save_prompt_cache(path, [filled(PLAIN)], {"version": "new"})
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "prompt.safetensors"
+    with pytest.raises(PromptFileError) as caught:
+        mlx_kivi.save_prompt_cache(path, [filled(PLAIN)])
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_replaces_the_one_before_and_a_link_stays(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.safetensors", tmp_path / "link.safetensors"
+    mlx_kivi.save_prompt_cache(target, [filled(PACKED)])
+    link.symlink_to(target)
+    mlx_kivi.save_prompt_cache(link, [filled(PLAIN)])
+    assert link.is_symlink()
+    assert mlx_kivi.load_prompt_cache(target)[0].config == PLAIN
+    assert sorted(tmp_path.iterdir()) == [link, target]
+
+
+def test_the_suffix_is_appended_as_mlx_lm_does(tmp_path: Path) -> None:
+    mlx_kivi.save_prompt_cache(tmp_path / "chat", [filled(PLAIN)])
+    assert (tmp_path / "chat.safetensors").is_file()
+    assert mlx_kivi.load_prompt_cache(tmp_path / "chat")[0].offset == 250
+
+
+# Settings
+
+
+def test_settings_that_agree_pass() -> None:
+    caches = [filled(PACKED), CacheList(ArraysCache(1), filled(PLAIN)), KVCache()]
+    check(caches, [filled(PACKED, 0), CacheList(ArraysCache(1), filled(PLAIN, 0)), KVCache()])
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        ([PACKED], ["2 layers", "the model has 1", "the model that the file"]),
+        ([PACKED, PACKED.replace(window=64)], ["window=90", "window=64", "layer 1"]),
+        ([PACKED.replace(k_bits=8), PACKED], ["k_bits=4", "k_bits=8", "layer 0"]),
+        ([PACKED, None], ["QuantizedStreamingCache for layer 1", "KVCache"]),
+    ],
+)
+def test_settings_that_contradict_the_flags_are_named(
+    expected: list[KVCacheConfig | None], words: list[str]
+) -> None:
+    wanted = [KVCache() if c is None else QuantizedStreamingCache(c) for c in expected]
+    with pytest.raises(PromptFileError) as caught:
+        check([filled(PACKED), filled(PACKED)], wanted)
+    message = str(caught.value)
+    assert message.startswith("--prompt-cache-file") and "\n" not in message
+    assert all(word in message for word in words)
+
+
+def test_members_of_a_list_of_caches_are_compared_too() -> None:
+    ours, theirs = (CacheList(KVCache(), filled(c)) for c in (PACKED, PACKED.replace(sink=2)))
+    with pytest.raises(PromptFileError, match="sink=2"):
+        check([theirs], [ours])

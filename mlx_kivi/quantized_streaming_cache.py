@@ -7,6 +7,8 @@ Here is what mlx_lm asks of a cache; `cache.buffers` holds the arrays and moves 
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +18,22 @@ import numpy as np
 from . import hooks
 from .cache import counterpart
 from .cache.attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
-from .cache.buffers import Buffers
-from .cache.layout import Snapshot, snapshot
+from .cache.layout import UNBOUNDED, Snapshot, snapshot
+from .cache.rewriting import Rewriting
 from .cache.rotation import Moved, Rotation, rebased_by
-from .cache.state import Header, dtype_name, live_arrays, read_header, read_ring, read_stores
+from .cache.state import (
+    Header,
+    dtype_name,
+    live_arrays,
+    read_header,
+    read_margin,
+    read_ring,
+    read_stores,
+)
 from .config import TRIM_MARGIN, KVCacheConfig
 
 
-class QuantizedStreamingCache(Buffers):
+class QuantizedStreamingCache(Rewriting):
     """A drop-in for `mlx_lm.models.cache.KVCache`, packed and bounded as a policy says.
 
     What a query at position p sees is the sinks and the positions in (p - window, p], however
@@ -87,23 +97,20 @@ class QuantizedStreamingCache(Buffers):
 
     def _append(self, keys: mx.array, values: mx.array, length: int) -> None:
         self._settle()
-        if self._ring is None:
+        if self.empty():
             self._allocate(keys, values)
         self._queries = length
-        ring = self._ring
+        ring, plan = self._ring, self.plan
         stored = keys.astype(ring[0].dtype), values.astype(ring[1].dtype)
-        if self.plan.ring is None:
-            self._grow(self._count + length)
-            self._write_ring(self._count, self._count + length, stored)
-        elif length == 1:
-            position = self._count
-            if position >= self.plan.sink:
-                stream = position - self.plan.sink
-                self._ring_low = max(self._ring_low, stream + 1 - self.plan.ring)
-                position = self.plan.sink + stream % self.plan.ring
-            self._write_ring(position, position + 1, stored)
-        else:
+        if length != 1 and plan.ring < UNBOUNDED:
             self._chunk = stored
+        else:
+            slot = self._count
+            self._grow(slot + length)
+            if slot >= plan.sink and plan.ring < UNBOUNDED:
+                stored = self._spared(slot - plan.sink, stored)
+                slot = plan.sink + (slot - plan.sink) % plan.ring
+            self._write_ring(slot, slot + length, stored)
         self._count += length
 
     def keys_and_values(self) -> tuple[Any, Any]:
@@ -112,7 +119,7 @@ class QuantizedStreamingCache(Buffers):
         Raises:
             ValueError: if nothing has been stored yet.
         """
-        if self._ring is None:
+        if self.empty():
             raise ValueError("the cache is empty: call update_and_fetch first")
         *earlier, view = self._views()
         shot = view.snapshot
@@ -151,9 +158,9 @@ class QuantizedStreamingCache(Buffers):
         k = mx.array(np.maximum(positions - first, -(2**30)).astype(np.int32))[None]
         q = mx.arange(N)[:, None]
         mask = k <= q
-        if cut:
+        if cut and window is not None:
             mask = mask & ((k > q - window) | mx.array(positions < self.plan.sink))
-        if narrowed:
+        if narrowed and window_size is not None:
             mask = mask & (k > q - window_size)
         return mask
 
@@ -178,100 +185,61 @@ class QuantizedStreamingCache(Buffers):
     def __bool__(self) -> bool:
         return True
 
-    # Trim
-
-    def is_trimmable(self) -> bool:
-        """Whether any number of tokens can be trimmed: false once some have been evicted."""
-        return not self.plan.evicted(self._count)
-
-    def can_trim(self, n: int) -> bool:
-        """Whether `trim` can take back n tokens: after eviction, the last 32 at least."""
-        target = self._count - n
-        if n < 0 or target < 0:
-            return False
-        placed = self._count - self._chunk_length()
-        if target >= placed:
-            return True
-        stream = max(0, target - self.plan.sink)
-        low = max(0, self.plan.first_visible(target) - self.plan.sink)
-        packed = self.plan.groups(target) * self.plan.group
-        if low < packed:
-            return low // self.plan.group >= self._store_low
-        return stream <= low or low >= self._ring_low or self._in_store(low)
-
-    def trim(self, n: int) -> int:
-        """Forget the last n tokens, all or none of them.
-
-        Exact for the last 32 that were ever appended at least. Further back, without eviction,
-        tokens that would still be in full precision return with the precision they were packed in.
-
-        Returns:
-            The number of tokens forgotten: min(n, offset), or 0 if they can't be.
-        """
-        n = min(n, self._count)
-        if n <= 0 or not self.can_trim(n):
-            return 0
-        target = self._count - n
-        placed = self._count - self._chunk_length()
-        if target > placed:
-            k, v = self._chunk
-            self._chunk = (k[:, :, : target - placed], v[:, :, : target - placed])
-        else:
-            self._chunk = None
-            if target < placed and self.plan.ring is not None:
-                self._reopen(target)
-        self._count = target
-        self._queries, self._cut = 1, 0
-        # What trim went back beyond is in no slot any more.
-        self._ring_low = min(self._ring_low, max(0, target - self.plan.sink))
-        self._store_low = min(self._store_low, self._groups)
-        if self._groups == 0 and self._stores:
-            self._stores = self._new_stores(self._ring[1])
-        return n
-
     # State
 
     @property
     def state(self) -> list[mx.array]:
         """A flat list: a header of bytes (JSON), then what is live of every array."""
+        return self._save()
+
+    @state.setter
+    def state(self, state: list[mx.array]) -> None:
+        """Raises ValueError, one line, for a state that no cache can have."""
+        self._load(state)
+
+    def _save(self) -> list[mx.array]:
         self._settle()
         self._cut = 0
-        dtype = None if self._dtype is None else dtype_name(self._dtype)
         header = Header(
             self.config,
             self.packed_attention,
             self._count,
             self._ring_low,
             self._store_low,
-            dtype,
+            None if self.empty() else dtype_name(self._dtype),
             self._rebased,
             self.rebase_at,
             self.rotation,
+            self.plan.residual is not None,
+            self._oldest,
         )
         arrays = []
         if self._count:
             arrays = [a[:, :, : header.ring_slots] for a in self._ring]
+        if header.spares:
+            arrays += self._margin or self._zeros(self.plan.margin)
         if header.store_slots:
             for store, like in zip(self._stores, self._ring, strict=True):
                 arrays += live_arrays(store, header.store_slots, like)
         return [header.encode(), *arrays]
 
-    @state.setter
-    def state(self, state: list[mx.array]) -> None:
-        """Raises ValueError, one line, for a state that no cache can have."""
-        header = read_header(state)
+    def _load(self, state: list[mx.array]) -> None:
+        header, arrays = read_header(state)
         new = type(self)(header.config, packed_attention=header.packed_attention)
+        new.plan = header.plan
         new.rotation, new.rebase_at = header.rotation, header.rebase_at
         new._count = header.offset
         new._rebased = header.rebased
         new._groups = new.plan.groups(header.offset)
         new._ring_low = header.ring_low
         new._store_low = header.store_low
-        if header.offset:
+        new._oldest = header.oldest
+        if header.dtype is not None and header.offset:
             new._dtype = getattr(mx, header.dtype)
-            new._ring = read_ring(header, state[1:3])
+            new._ring = read_ring(header, arrays, new.step)
+            new._margin, arrays = read_margin(header, new._ring, arrays[2:])
             new._stores = new._new_stores(new._ring[1])
-            read_stores(header, new._stores, new._ring, state[3:])
+            read_stores(header, new._stores, new._ring, arrays)
         self.__dict__ = new.__dict__  # all or nothing
 
     @property
@@ -295,29 +263,46 @@ class QuantizedStreamingCache(Buffers):
         twin.__dict__.update(self.__dict__)
         return twin
 
-    # mlx_lm asks whether a cache has these. The property is there in full precision alone.
+    # For mlx_lm's batches and its ``kv_bits``.
 
     @property
     def merge(self) -> Callable[[list[Any]], Any]:
         """``merge(caches)``: a batch cache of mlx_lm's own (see `cache.counterpart`)."""
-        return self._in_full_precision(counterpart.merge)
-
-    @property
-    def to_quantized(self) -> Callable[..., Any]:
-        """``to_quantized(group_size, bits)``: mlx_lm's quantised cache, for its ``kv_bits``."""
-        return self._in_full_precision(lambda **k: counterpart.counterpart(self).to_quantized(**k))
-
-    def _in_full_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        if not counterpart.has_counterpart(self.config):
+        if not self._mergeable():
             raise AttributeError("mlx_lm has no counterpart of this cache")
-        return method
+        return counterpart.merge
+
+    def _mergeable(self) -> bool:
+        return counterpart.has_counterpart(self.config)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedStreamingCache:
+        """The same tokens, packed: what mlx_lm replaces a cache by for its ``kv_bits``.
+
+        Sinks, window and ``offset`` stay as they are. A cache that is packed already, as its
+        policy says, is returned itself; a warning says so if that has other bits.
+
+        Raises:
+            ValueError: for bits or a group size that there is no packing for.
+        """
+        config = self.config.replace(k_bits=bits, v_bits=bits, group_size=group_size)
+        if not self.config.quantized:
+            twin = copy.deepcopy(self)
+            twin._pack_by(config)
+            return twin
+        if config != self.config:
+            warnings.warn(
+                f"mlx_kivi: kv_bits={bits} is left out, the cache's own policy packs it already "
+                f"({self.config.describe()})",
+                stacklevel=2,
+            )
+        return self
 
     # Models tie the order of evaluation to a cache's buffers (`mx.depends`), by assignment.
 
     @property
     def keys(self) -> mx.array | None:
         """The full-precision buffer of keys [B, H, slots, D]: sinks and recent tokens."""
-        return None if self._ring is None else self._ring[0]
+        return None if self.empty() else self._ring[0]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
@@ -326,31 +311,29 @@ class QuantizedStreamingCache(Buffers):
     @property
     def values(self) -> mx.array | None:
         """The same for values."""
-        return None if self._ring is None else self._ring[1]
+        return None if self.empty() else self._ring[1]
 
     @values.setter
     def values(self, value: mx.array) -> None:
         self._assign(1, value)
 
     def _assign(self, which: int, value: mx.array) -> None:
-        if self._ring is None or value.shape != self._ring[which].shape:
+        if self.empty() or value.shape != self._ring[which].shape:
             raise ValueError("assign an array of the shape of the buffer that it replaces")
-        pair = list(self._ring)
-        pair[which] = value
-        self._ring = tuple(pair)
+        keys, values = self._ring
+        self._ring = (value, values) if which == 0 else (keys, value)
 
     # Inside
 
     def _snapshot(self, placed: int, chunk: int, queries: int) -> Snapshot:
-        capacity = self._stores[0].capacity if self._stores else 0
+        capacity = self._stores[0].capacity
         return snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
 
     def _views(self) -> list[CacheView]:
         """What the queries of the last call see: one view, or two if a group was packed midway."""
         chunk = self._chunk_length()
         shot = self._snapshot(self._count - chunk, chunk, self._queries)
-        ring = self._ring if shot.placed else None
-        stores = self._stores if shot.groups else None
+        ring, stores = self._ring, self._stores
         view = CacheView(shot, ring, stores, self._chunk, self._dtype, self._moved(shot))
         if not self._cut:
             return [view]
@@ -361,14 +344,17 @@ class QuantizedStreamingCache(Buffers):
 
     def _moved(self, shot: Snapshot) -> Moved | None:
         """Which queries are further from the sinks than the cache is long, and by how much."""
-        if not self.config.reposition or not self.rotation.dims or not self.plan.sink:
+        rotation, window = self.rotation, self.plan.window
+        if not self.config.reposition or rotation is None or window is None:
             return None
-        last = self.plan.sink + self.plan.window - 1  # the newest index in the cache
+        if not rotation.dims or not self.plan.sink:
+            return None
+        last = self.plan.sink + window - 1  # the newest index in the cache
         row = max(0, last + 1 - shot.first_query)
         if row >= shot.queries:
             return None
         before = self._rebased - self._to_turn
-        return Moved(self.rotation, row, shot.first_query + row - before - last)
+        return Moved(rotation, row, shot.first_query + row - before - last)
 
     def _check(self, keys: mx.array, values: mx.array) -> int:
         """The number of tokens, if they can be appended."""
@@ -383,7 +369,7 @@ class QuantizedStreamingCache(Buffers):
                 f"keys of shape {k} and values of shape {v} do not fit each "
                 "other: give [batch, heads, tokens, head size]"
             )
-        if self._ring is not None:
+        if not self.empty():
             for name, new, ring in zip(("keys", "values"), (k, v), self._ring, strict=True):
                 old = ring.shape
                 if new[:2] != old[:2] or new[3] != old[3]:

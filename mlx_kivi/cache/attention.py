@@ -33,8 +33,8 @@ class CacheView(NamedTuple):
     """
 
     snapshot: Snapshot
-    ring: tuple[mx.array, mx.array] | None
-    stores: tuple[KeyStore, ValueStore] | None
+    ring: tuple[mx.array, mx.array]
+    stores: tuple[KeyStore, ValueStore]
     chunk: tuple[mx.array, mx.array] | None
     dtype: mx.Dtype
     moved: Moved | None = None
@@ -44,7 +44,7 @@ class CacheView(NamedTuple):
         shot = self.snapshot
         plan = shot.plan
         parts = []
-        if self.ring is not None:
+        if shot.placed or self.chunk is None:
             ring = self.ring[which]
             if shot.linear:
                 parts.append(ring[:, :, : shot.placed])
@@ -215,9 +215,9 @@ def _attend_blocks(queries, view, scale, mask, sinks) -> mx.array:
         seen, bias = shot.block(rows.start, rows.stop)
         k, v = (mx.concatenate([x[:, :, :first], x[:, :, seen]], axis=2) for x in (keys, values))
         q = _folded(queries[:, :, rows], scale, kv_heads)
-        scores = _folded(at_sinks[:, :, rows], scale, kv_heads) @ k[:, :, :first].swapaxes(-1, -2)
-        scores = [scores, q @ k[:, :, first:].swapaxes(-1, -2)]
-        scores = _plus(mx.concatenate(scores, axis=-1), bias, repeats)
+        nearer = _folded(at_sinks[:, :, rows], scale, kv_heads)
+        parts = [nearer @ k[:, :, :first].swapaxes(-1, -2), q @ k[:, :, first:].swapaxes(-1, -2)]
+        scores = _plus(mx.concatenate(parts, axis=-1), bias, repeats)
         if isinstance(mask, mx.array):
             part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
             part = mx.concatenate([part[..., :first], part[..., seen]], axis=-1)
@@ -268,10 +268,14 @@ def _by_row(bias: mx.array, repeats: int) -> mx.array:
 def _masked(scores, mask, heads, kv_heads, width) -> mx.array:
     """Apply a model's mask, broadcastable to [B, H_q, L, width], to folded scores."""
     batch, _, rows, total = scores.shape
+    # Lowest, not -inf: a row of which a mask hides everything has to stay finite.
+    lowest = mx.array(mx.finfo(mx.float32).min, mx.float32)
     if mask.dtype == mx.bool_:
-        mask = mx.where(mask, mx.array(0, mx.float32), mx.array(-mx.inf, mx.float32))
+        mask = mx.where(mask, mx.array(0, mx.float32), lowest)
+    else:
+        mask = mx.maximum(mask.astype(mx.float32), lowest)
     repeats = heads // kv_heads
     length = rows // repeats
-    mask = mx.broadcast_to(mask.astype(mx.float32), (batch, heads, length, width))
+    mask = mx.broadcast_to(mask, (batch, heads, length, width))
     mask = mask.reshape(batch, kv_heads, rows, width)
     return scores + mx.pad(mask, [(0, 0)] * 3 + [(0, total - width)])

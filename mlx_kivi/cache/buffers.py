@@ -4,6 +4,7 @@ Sinks and recent tokens share one buffer, the *ring*; packed groups live in a pa
 (`layout.py` says which token is in which slot). All of them are written in place. A chunk of
 several tokens stays beside them until the next call, so that it attends to itself in full
 precision (KIVI, arXiv:2402.02750, section 3.3) and what it evicts is still there while it runs.
+An unpacked window keeps what it evicted last in a *margin*, which attention never reads.
 """
 
 from __future__ import annotations
@@ -12,40 +13,46 @@ import mlx.core as mx
 
 from ..config import KVCacheConfig
 from .group_store import KeyStore, ValueStore
-from .layout import Plan, plan_for, spans
+from .layout import Plan, can_pack, plan_for, spans
 from .rotation import Rotation, rebase
+from .sizes import Heads, best_plan
 
 Pair = tuple[mx.array, mx.array]
+_NOTHING: Pair = (mx.zeros((0, 0, 0, 0)), mx.zeros((0, 0, 0, 0)))
 
 
 class Buffers:
     """Ring, stores and chunk of a cache, for a policy ``config``."""
 
-    step = 256  # tokens by which a ring without bound grows
+    step = 256  # tokens by which a ring grows
 
     config: KVCacheConfig
     rotation: Rotation | None
 
     def reset(self) -> None:
         """Forget every token, as if newly made."""
-        self.plan: Plan = plan_for(self.config)
+        # Until the first token says what packing saves.
+        self.plan: Plan = plan_for(self.config, can_pack(self.config))
         # Views of attention hold these two: what is written to is a copy (of no data; see `_own`).
-        self._ring: Pair | None = None  # keys, values: [B, H, sink + ring, D]
-        self._stores: tuple[KeyStore, ValueStore] | None = None
+        self._ring: Pair = _NOTHING  # keys, values: [B, H, sink + ring, D], while it grows less
+        self._stores = self._new_stores(self._ring[1])
+        self._margin: Pair | None = None  # keys, values: [B, H, margin, D], once a token left
         self._chunk: Pair | None = None  # keys, values: [B, H, L, D], the newest tokens
-        self._dtype: mx.Dtype | None = None  # of the model
+        self._dtype = mx.float32  # of the model
         self._queries = 1  # rows of the last call, but for
         self._cut = 0  # rows before them that see one packed group less
         self._groups = 0
         self._count = 0  # tokens
         self._rebased = 0  # positions that are not counted any more
         self._to_turn = 0  # those of them by which the stored keys are still ahead
-        # What trim may go back to: the oldest stream token in the ring, the oldest group stored.
+        # What trim may go back to: the oldest stream token in ring and margin, the oldest group
+        # stored, and the oldest token that is not a filler in that group.
         self._ring_low = 0
         self._store_low = 0
+        self._oldest = 0
 
     def empty(self) -> bool:
-        return self._ring is None
+        return self._ring is _NOTHING
 
     @property
     def nbytes(self) -> int:
@@ -63,15 +70,21 @@ class Buffers:
         groups = self.plan.groups(self._count)
         if groups > self._groups:
             self._pack(groups)
-        if self._chunk is not None and self.plan.ring is not None:
-            self._place_chunk()
-        if self._to_turn:
-            keys, values = self._ring
-            self._stores = tuple(store.copy() for store in self._stores)
-            still = self.plan.sink if self.config.reposition else 0
-            keys = rebase(self.rotation, self._to_turn, still, keys, self._stores[0])
-            self._ring = keys, values
-            self._to_turn = 0
+        if self._chunk is not None:
+            self._place_chunk(self._chunk)
+        if self._to_turn and self.rotation is not None:
+            self._turn(self.rotation)
+
+    def _turn(self, rotation: Rotation) -> None:
+        """Count the positions of stored keys anew."""
+        still = self.plan.sink if self.config.reposition else 0
+        keys, values = self._ring
+        self._copy_stores()
+        keys = rebase(rotation, self._to_turn, still, keys, self._stores[0])
+        self._ring = keys, values
+        if self._margin is not None:
+            self._margin = rotation.turned(self._margin[0], -self._to_turn), self._margin[1]
+        self._to_turn = 0
 
     def _pack(self, groups: int) -> None:
         """Pack stream tokens until ``groups`` groups are in the stores."""
@@ -81,45 +94,79 @@ class Buffers:
         if self.plan.slots is not None:
             first = max(first, groups - capacity)
         placed = max(0, self._count - self._chunk_length() - self.plan.sink)
-        self._stores = tuple(store.copy() for store in self._stores)
+        self._copy_stores()
         for which, store in enumerate(self._stores):
             store.reserve(capacity, self._ring[which])
-            parts = []
-            for _, slot, count in spans(first * size, min(groups * size, placed), self.plan.ring):
-                slot += self.plan.sink
-                parts.append(self._ring[which][:, :, slot : slot + count])
-            if groups * size > placed:
+            parts = self._in_ring(which, first * size, min(groups * size, placed))
+            if self._chunk is not None and groups * size > placed:
                 # The chunk begins at ``placed``, or before it while it holds sinks.
                 skip = self._chunk_length() - (self._count - self.plan.sink - placed)
                 begin = skip + max(first * size, placed) - placed
                 parts.append(self._chunk[which][:, :, begin : skip + groups * size - placed])
-            x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+            x = joined(parts)
             for g, slot, count in spans(first, groups, capacity):
                 store.write(slot, x[:, :, (g - first) * size : (g - first + count) * size])
         self._store_low = max(self._store_low, groups - capacity)
         self._groups = groups
 
-    def _place_chunk(self) -> None:
-        end = self._count - self.plan.sink
-        placed = self._count - self._chunk_length()
-        self._own()
-        for which, x in enumerate(self._chunk):
-            sinks = min(max(0, self.plan.sink - placed), x.shape[2])
-            if sinks:
-                self._ring[which][:, :, placed : placed + sinks] = x[:, :, :sinks]
-            if sinks < x.shape[2]:
-                self._place(which, placed + sinks - self.plan.sink, x[:, :, sinks:])
-        self._ring_low = max(self._ring_low, end - self.plan.ring)
+    def _place_chunk(self, chunk: Pair) -> None:
+        sink, length = self.plan.sink, self._chunk_length()
+        placed = self._count - length
+        self._grow(self._count)
+        sinks = min(max(0, sink - placed), length)
+        if sinks:
+            first = chunk[0][:, :, :sinks], chunk[1][:, :, :sinks]
+            self._write_ring(placed, placed + sinks, first)
+        if sinks < length:
+            rest = chunk[0][:, :, sinks:], chunk[1][:, :, sinks:]
+            self._place(placed + sinks - sink, self._spared(placed + sinks - sink, rest))
         self._chunk = None
         self._queries = 1
 
-    def _place(self, which: int, start: int, x: mx.array) -> None:
-        """Write stream tokens x [B, H, L, D] from index ``start`` on into the ring."""
+    def _place(self, start: int, pair: Pair) -> None:
+        """Write stream tokens [B, H, L, D] from index ``start`` on into the ring."""
         sink, ring = self.plan.sink, self.plan.ring
-        skip = max(0, x.shape[2] - ring)
-        for j, slot, count in spans(start + skip, start + x.shape[2], ring):
-            part = x[:, :, j - start : j - start + count]
-            self._ring[which][:, :, sink + slot : sink + slot + count] = part
+        stop = start + pair[0].shape[2]
+        self._own()
+        for j, slot, count in spans(max(start, stop - ring), stop, ring):
+            for x, to in zip(pair, self._ring, strict=True):
+                part = x[:, :, j - start : j - start + count]
+                to[:, :, sink + slot : sink + slot + count] = part
+
+    def _spared(self, start: int, pair: Pair) -> Pair:
+        """Move what stream tokens from index ``start`` on push out of the ring to the margin.
+
+        Returns:
+            The tokens [B, H, L, D], to be written when that is done.
+        """
+        margin, stop = self.plan.margin, start + pair[0].shape[2]
+        end = stop - self.plan.ring
+        self._ring_low = max(self._ring_low, end - margin)
+        if margin == 0 or end <= 0:
+            return pair
+        if self._margin is None:
+            self._margin = self._zeros(margin)
+        keys, values = self._margin
+        self._margin = keys[...], values[...]
+        first = max(0, start - self.plan.ring, end - margin)
+        for which, to in enumerate(self._margin):
+            parts = self._in_ring(which, first, min(end, start))
+            if end > start:
+                parts.append(pair[which][:, :, max(first, start) - start : end - start])
+            x = joined(parts)
+            for j, slot, count in spans(first, end, margin):
+                to[:, :, slot : slot + count] = x[:, :, j - first : j - first + count]
+        # In this order the ring is written in place, and nothing piles up in a lazy graph.
+        keys, values = mx.depends(list(pair), list(self._margin))
+        return keys, values
+
+    def _in_ring(self, which: int, start: int, stop: int) -> list[mx.array]:
+        """Stream tokens from the ring, in parts."""
+        ring, sink = self._ring[which], self.plan.sink
+        return [
+            ring[:, :, sink + slot : sink + slot + count]
+            for _, slot, count in spans(start, stop, self.plan.ring)
+        ]
 
     def _write_ring(self, slot: int, end: int, pair: Pair) -> None:
         self._own()
@@ -131,49 +178,34 @@ class Buffers:
         keys, values = self._ring
         self._ring = keys[...], values[...]
 
+    def _copy_stores(self) -> None:
+        keys, values = self._stores
+        self._stores = keys.copy(), values.copy()
+
     def _grow(self, length: int) -> None:
-        """Room for ``length`` tokens in a ring without end."""
+        """Room in the ring for a cache of ``length`` tokens."""
         have = self._ring[0].shape[2]
-        if length <= have:
+        if self.plan.held(length) <= have:
             return
-        more = -(-(length - have) // self.step) * self.step
-        self._ring = tuple(
-            mx.concatenate([a, mx.zeros((*a.shape[:2], more, a.shape[3]), a.dtype)], axis=2)
-            for a in self._ring
-        )
+        more = self.plan.full_room(length, self.step) - have
+        keys, values = self._zeros(more)
+        if have:
+            keys = mx.concatenate([self._ring[0], keys], axis=2)
+            values = mx.concatenate([self._ring[1], values], axis=2)
+        self._ring = keys, values
 
-    def _reopen(self, target: int) -> None:
-        """Make the placed tokens those of a cache that has seen ``target`` tokens."""
-        groups = self.plan.groups(target)
-        if groups >= self._groups:
-            return
-        start, end = groups * self.plan.group, max(0, target - self.plan.sink)
-        if start < min(self._ring_low, end):
-            # Packed tokens that must be in the ring again.
-            stop = min(self._ring_low, end)
-            whole = -(-stop // self.plan.group)
-            self._own()
-            for which, store in enumerate(self._stores):
-                packed = [
-                    store.dense(slot, count)
-                    for _, slot, count in spans(groups, whole, store.capacity)
-                ]
-                x = mx.concatenate(packed, axis=2)[:, :, : stop - start]
-                self._place(which, start, x)
-            self._ring_low = start
-        self._groups = groups
-
-    def _in_store(self, stream: int) -> bool:
-        group = stream // self.plan.group
-        return self._store_low <= group < self._groups
+    def _zeros(self, slots: int) -> Pair:
+        keys, values = (mx.zeros((*x.shape[:2], slots, x.shape[3]), x.dtype) for x in self._ring)
+        return keys, values
 
     def _allocate(self, keys: mx.array, values: mx.array) -> None:
         self._dtype = keys.dtype
-        length = 0 if self.plan.ring is None else self.plan.sink + self.plan.ring
-        self._ring = tuple(
-            mx.zeros((*x.shape[:2], length, x.shape[3]), self._storage_dtype(x))
-            for x in (keys, values)
+        heads = Heads(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.plan = best_plan(self.config, heads)
+        k, v = (
+            mx.zeros((*x.shape[:2], 0, x.shape[3]), self._storage_dtype(x)) for x in (keys, values)
         )
+        self._ring = k, v
         self._stores = self._new_stores(values)
 
     def _new_stores(self, values: mx.array) -> tuple[KeyStore, ValueStore]:
@@ -186,8 +218,13 @@ class Buffers:
         return x.dtype if self.config.dtype is None else getattr(mx, self.config.dtype)
 
     def _arrays(self) -> list[mx.array]:
-        stores = self._stores or ()
-        return [*(self._ring or ()), *(a for s in stores for a in s.live_arrays())]
+        packed = [a for store in self._stores for a in store.live_arrays()]
+        return [*self._ring, *(self._margin or ()), *packed]
 
     def _chunk_length(self) -> int:
         return 0 if self._chunk is None else self._chunk[0].shape[2]
+
+
+def joined(parts: list[mx.array]) -> mx.array:
+    """Parts along time as one array."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

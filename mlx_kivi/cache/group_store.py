@@ -7,7 +7,7 @@ is in which slot is the cache's business. It is read in place, by ``mx.quantized
 from __future__ import annotations
 
 import copy
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -61,37 +61,41 @@ class GroupStore:
             self.head_dim, self.dtype = like.shape[-1], like.dtype
             # Of a group of zeros: shapes and types, never evaluated.
             group = mx.zeros((*like.shape[:2], self.group_size, self.head_dim), self.dtype)
-            samples, slots = self._encode(group), 1
+            samples, slots = list(self._encode(group)), 1
         new = []
         for sample in samples:
             shape = list(sample.shape)
             shape[axis] = shape[axis] // slots * (capacity - self.capacity)
             new.append(mx.zeros(shape, sample.dtype))
         if old:
-            new = [mx.concatenate(pair, axis) for pair in zip(old, new, strict=True)]
+            new = [mx.concatenate([a, b], axis) for a, b in zip(old, new, strict=True)]
         self.arrays = new
         self.capacity = capacity
 
     def write(self, slot: int, x: mx.array) -> None:
         """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``."""
         groups = x.shape[2] // self.group_size
-        axis = self._axis()
         # Item assignment changes an object in place, which others may hold: `[...]` is a new one.
         self.arrays = [array[...] for array in self.arrays]
         for array, part in zip(self.arrays, self._encode(x), strict=True):
-            width = array.shape[axis] // self.capacity
-            span = slice(slot * width, (slot + groups) * width)
-            array[(..., span) if axis == -1 else (..., span, slice(None))] = part
+            array[self._span(array, slot, groups)] = part
+
+    def clear(self, slot: int, groups: int) -> None:
+        """Make the tokens of ``groups`` slots from ``slot`` on zero."""
+        self.arrays = [array[...] for array in self.arrays]
+        for array in self.arrays:
+            array[self._span(array, slot, groups)] = 0
 
     def dense(self, slot: int, groups: int) -> mx.array:
         """The tokens of ``groups`` slots from ``slot`` on: [B, H, groups · G, D] of ``dtype``."""
+        return self._decode([array[self._span(array, slot, groups)] for array in self.arrays])
+
+    def _span(self, array: mx.array, slot: int, groups: int) -> tuple[Any, ...]:
+        """Where the tokens of some slots are in one of the arrays."""
         axis = self._axis()
-        parts = []
-        for array in self.arrays:
-            width = array.shape[axis] // self.capacity
-            span = slice(slot * width, (slot + groups) * width)
-            parts.append(array[(..., span) if axis == -1 else (..., span, slice(None))])
-        return self._decode(parts)
+        width = array.shape[axis] // self.capacity
+        span = slice(slot * width, (slot + groups) * width)
+        return (..., span) if axis == -1 else (..., span, slice(None))
 
     def live_arrays(self) -> list[mx.array]:
         return list(self.arrays)
@@ -135,7 +139,9 @@ class KeyStore(GroupStore):
                 # Of the first group alone: it must not depend on how many came at once.
                 first = x[:, :, : self.group_size]
                 high, low = first.max(axis=2, keepdims=True), first.min(axis=2, keepdims=True)
-                self.shift = high / 2 + low / 2
+                middle = high / 2 + low / 2
+                # It outlives the group: one number that overflowed must not stay in all others.
+                self.shift = mx.where(mx.isfinite(middle), middle, 0)
             x = x - self.shift
         super().write(slot, x)
 
@@ -174,7 +180,8 @@ class KeyStore(GroupStore):
     def _decode(self, parts: list[mx.array]) -> mx.array:
         if self.bits is None:
             return parts[0]
-        x = dequantize(*parts, bits=self.bits, group_size=self.group_size).swapaxes(-1, -2)
+        words, scales, zeros = parts
+        x = dequantize(words, scales, zeros, self.bits, self.group_size).swapaxes(-1, -2)
         return stored_as(x if self.shift is None else x + self.shift, self.dtype)
 
 
@@ -216,5 +223,6 @@ class ValueStore(GroupStore):
         if self.bits is None:
             return parts[0]
         group, _ = value_group(self.head_dim, self.group_size, self.bits)
-        x = dequantize(*parts, bits=self.bits, group_size=group)
+        words, scales, zeros = parts
+        x = dequantize(words, scales, zeros, self.bits, group)
         return stored_as(x[..., : self.head_dim], self.dtype)

@@ -2,8 +2,9 @@
 
 Positions count from the start of the sequence. The first ``sink`` positions are the sinks; the
 rest form the stream, indexed j = position - sink. The ring holds the sinks, then ``ring`` slots
-for the newest of the stream (slot j mod ring); the store holds packed groups of ``group`` tokens
-(slot g mod capacity).
+for the newest of the stream (slot j mod ring); the margin holds ``margin`` tokens that left the
+ring last (slot j mod margin); the store holds packed groups of ``group`` tokens (slot g mod
+capacity).
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ import numpy as np
 from ..config import TRIM_MARGIN, KVCacheConfig
 
 _FAR = 2**62
+UNBOUNDED = 2**62  # slots of a ring that grows for ever
 
 
 class Plan(NamedTuple):
     """Sizes that follow from a policy.
 
-    sink: sinks; ring: full-precision slots of the stream, None if it grows without bound;
-    group: tokens in a packed group; residual: stream tokens that stay unpacked, None if all do;
-    slots: groups in the store, None if it grows; window: as in the policy.
+    sink: sinks; ring: full-precision slots of the stream; margin: tokens beside it that trim may
+    bring back, 0 if the ring itself has room for them; group: tokens in a packed group; residual:
+    stream tokens that stay unpacked, None if all do; slots: groups in the store, None if it
+    grows; window: as in the policy.
     """
 
     sink: int
-    ring: int | None
+    ring: int
+    margin: int
     group: int
     residual: int | None
     slots: int | None
@@ -41,6 +45,19 @@ class Plan(NamedTuple):
         if self.residual is None:
             return 0
         return max(0, seen - self.sink - self.residual) // self.group
+
+    def held(self, seen: int) -> int:
+        """Slots of sinks and ring that hold a token once ``seen`` tokens are in."""
+        return min(seen, self.sink + self.ring)
+
+    def full_room(self, seen: int, step: int) -> int:
+        """Slots to keep for sinks and ring: they grow by ``step`` tokens until all are in use."""
+        total = self.sink + self.ring
+        return total if self.groups(seen) else min(total, -(-seen // step) * step)
+
+    def spares(self, seen: int) -> bool:
+        """Whether tokens have left the ring for the margin."""
+        return self.margin > 0 and seen > self.sink + self.ring
 
     def room(self, groups: int) -> int:
         """Slots of a store that holds ``groups`` groups: one step to spare, a window's at most.
@@ -67,19 +84,22 @@ class Plan(NamedTuple):
         return self.sink if self.window is None else max(self.sink, query - self.window + 1)
 
 
-def plan_for(config: KVCacheConfig) -> Plan:
-    """The sizes for a policy. A window that fits the full-precision part is never packed."""
-    group, window = config.group_size, config.window
-    residual = config.residual_length if config.quantized else None
-    ring = slots = None
-    if residual is not None:
-        # Room for the residual, the group that is filling up, and what trim may take back.
-        ring = residual + group + TRIM_MARGIN
-        if window is not None:
-            slots = -(-(window + TRIM_MARGIN - 1 - residual) // group)
-    if window is not None and (ring is None or window + TRIM_MARGIN <= ring):
-        ring, residual, slots = window + TRIM_MARGIN, None, None
-    return Plan(config.sink, ring, group, residual, slots, window)
+def can_pack(config: KVCacheConfig) -> bool:
+    """Whether a policy asks for bits, and its window leaves tokens to pack beside the residual."""
+    unpacked = config.residual_length + config.group_size
+    return config.quantized and (config.window is None or config.window > unpacked)
+
+
+def plan_for(config: KVCacheConfig, packed: bool) -> Plan:
+    """The sizes for a policy, of a cache that packs groups or one that does not."""
+    sink, group, window = config.sink, config.group_size, config.window
+    if not packed:
+        ring, margin = (UNBOUNDED, 0) if window is None else (window, TRIM_MARGIN)
+        return Plan(sink, ring, margin, group, None, None, window)
+    residual = config.residual_length
+    slots = None if window is None else -(-(window + TRIM_MARGIN - 1 - residual) // group)
+    # Room for the residual, the group that is filling up, and what trim may take back.
+    return Plan(sink, residual + group + TRIM_MARGIN, 0, group, residual, slots, window)
 
 
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -128,7 +148,7 @@ class Snapshot:
     def linear(self) -> bool:
         """Whether the first ``placed`` slots of the ring are what is visible, in order."""
         plan = self.plan
-        fits = plan.ring is None or self.placed <= plan.sink + plan.ring
+        fits = self.placed <= plan.sink + plan.ring
         return fits and self.groups == 0 and self.low == plan.sink
 
     def ordered_positions(self) -> np.ndarray:

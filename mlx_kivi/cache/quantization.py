@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-# Floor of a step: a constant group must not divide by zero. Representable in float16.
-MIN_SCALE = 1e-6
+
+def min_scale(dtype: mx.Dtype) -> float:
+    """Floor of a step, for a constant group must not divide by zero: the least that ``dtype`` has.
+
+    Of bfloat16 and float32 the least normal number, since a GPU may take smaller ones for zero.
+    """
+    return 2.0**-24 if dtype == mx.float16 else 2.0**-126
 
 
 def quantize(
@@ -34,12 +39,12 @@ def quantize(
     levels = (1 << bits) - 1
     groups = x.astype(mx.float32).reshape(*x.shape[:-1], -1, group_size)
     low, high = groups.min(axis=-1), groups.max(axis=-1)
-    # Divided before the subtraction: the range of finite values may itself be infinite.
+    # Products and halves before the subtraction: the range of finite values may be infinite.
     inset_by = inset / (levels + 2 * inset)
     zeros = _rounded_down(low + (high * inset_by - low * inset_by), dtype)
     base = zeros.astype(mx.float32)
-    steps = high / (levels + inset) - base / (levels + inset)
-    scales = _rounded_up(mx.maximum(steps, MIN_SCALE), dtype)
+    steps = (high / 2 - base / 2) / ((levels + inset) / 2)
+    scales = _rounded_up(mx.maximum(steps, min_scale(dtype)), dtype)
     q = mx.round((groups - base[..., None]) / scales.astype(mx.float32)[..., None])
     q = mx.clip(q, 0, levels).astype(mx.uint32)
     return pack(q.reshape(x.shape), bits), scales, zeros
@@ -71,8 +76,8 @@ def pack(q: mx.array, bits: int) -> mx.array:
     if 32 % bits == 0:
         per_word = 32 // bits
         shifts = mx.arange(0, 32, bits, dtype=mx.uint32)
-        words = (q.reshape(*q.shape[:-1], bits, per_word) << shifts).sum(axis=-1)
-        return words.astype(mx.uint32).flatten(-2)
+        sums = (q.reshape(*q.shape[:-1], bits, per_word) << shifts).sum(axis=-1)
+        return sums.astype(mx.uint32).flatten(-2)
     words = []
     for word in range(bits):
         parts = []

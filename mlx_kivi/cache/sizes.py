@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..config import KVCacheConfig, value_group
 from .group_store import scale_dtype
-from .layout import Plan
+from .layout import Plan, can_pack, plan_for
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def stored_bytes(config: KVCacheConfig, plan: Plan, step: int, heads: Heads, tok
     step: tokens by which a ring grows.
     """
     full = getattr(mx, config.dtype) if config.dtype else heads.dtype
-    slots = -(-tokens // step) * step if plan.ring is None else plan.sink + plan.ring
+    slots = plan.full_room(tokens, step) + (plan.margin if plan.spares(tokens) else 0)
     total = heads.count * (heads.key_dim + heads.value_dim) * full.size * slots
     groups = plan.room(plan.groups(tokens))
     if groups:
@@ -53,3 +53,16 @@ def _group_bytes(config: KVCacheConfig, size: int, heads: Heads, full: mx.Dtype)
     else:
         values = heads.value_dim * size * full.size
     return keys + values
+
+
+def best_plan(config: KVCacheConfig, heads: Heads) -> Plan:
+    """The plan that takes fewer bytes once the window is full: small windows don't pay packed."""
+    plain = plan_for(config, packed=False)
+    if not can_pack(config):
+        return plain
+    packed = plan_for(config, packed=True)
+    if config.window is None:
+        return packed
+    full = 2 * (config.sink + config.window + packed.ring)
+    sizes = [stored_bytes(config, plan, 1, heads, full) for plan in (plain, packed)]
+    return packed if sizes[1] < sizes[0] else plain

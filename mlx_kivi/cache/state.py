@@ -1,7 +1,7 @@
 """A cache as a flat list of arrays, and back.
 
-The list is a header of bytes (JSON), then the live part of each array: ring, keys' store, values'
-store. It may come from a file that anyone wrote, so all of it is checked before it is used.
+The list is a header of bytes (JSON), then the live part of each array: ring, margin, keys' store,
+values' store. It may come from a file that anyone wrote, so all of it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import DTYPES, KVCacheConfig
 from .group_store import GroupStore, KeyStore
-from .layout import Plan, plan_for
+from .layout import UNBOUNDED, Plan, can_pack, plan_for, spans
 from .rotation import REBASE_BY, Rotation
 
 _MAX_HEADER = 65_536  # bytes
@@ -27,9 +27,10 @@ _MAX_LENGTH = 2**31  # of an axis, in mlx
 class Header:
     """What is not in the arrays: the settings, and which tokens the arrays hold.
 
-    offset: tokens seen; ring_low: oldest stream token in the ring; store_low: oldest group in the
-    stores; dtype: the model's, None before the first token; rebased: positions not counted any
-    more; rebase_at and rotation: as the cache's.
+    offset: tokens seen; ring_low: oldest stream token in ring and margin; store_low: oldest group
+    in the stores; dtype: the model's, None before the first token; rebased: positions not counted
+    any more; rebase_at and rotation: as the cache's; packed: whether groups are packed; oldest:
+    oldest stream token in the stores, where their first group has fillers.
     """
 
     config: KVCacheConfig
@@ -41,6 +42,8 @@ class Header:
     rebased: int = 0
     rebase_at: int | None = None
     rotation: Rotation | None = None
+    packed: bool = False
+    oldest: int = 0
 
     def encode(self) -> mx.array:
         text = json.dumps(asdict(self)).encode()
@@ -48,13 +51,17 @@ class Header:
 
     @property
     def plan(self) -> Plan:
-        return plan_for(self.config)
+        return plan_for(self.config, self.packed)
 
     @property
     def ring_slots(self) -> int:
-        """Slots of the ring that hold tokens."""
-        plan = self.plan
-        return self.offset if plan.ring is None else min(self.offset, plan.sink + plan.ring)
+        """Slots of sinks and ring that hold tokens."""
+        return self.plan.held(self.offset)
+
+    @property
+    def spares(self) -> bool:
+        """Whether tokens are in the margin."""
+        return self.plan.spares(self.offset)
 
     @property
     def store_slots(self) -> int:
@@ -63,8 +70,8 @@ class Header:
         return groups if slots is None else min(groups, slots)
 
 
-def read_header(state: Sequence[Any]) -> Header:
-    """The header of a state, checked against itself.
+def read_header(state: Sequence[Any]) -> tuple[Header, list[mx.array]]:
+    """The header of a state, checked against itself, and the arrays that follow it.
 
     Raises:
         ValueError: one line that says what is wrong.
@@ -78,16 +85,42 @@ def read_header(state: Sequence[Any]) -> Header:
         rotation = fields.get("rotation")
         rotation = None if rotation is None else Rotation(**rotation)
         config = KVCacheConfig(**fields["config"])
-        header = Header(**{**fields, "config": config, "rotation": rotation})
+        first = "packed" not in fields  # version 0.1.0
+        packed = can_pack(config) if first else fields["packed"]
+        header = Header(**{**fields, "config": config, "rotation": rotation, "packed": packed})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"the header is broken ({error})") from None
     _check_header(header)
-    return header
+    arrays = list(state[1:])
+    return header, _with_margin(header, arrays) if first else arrays
+
+
+def _with_margin(header: Header, arrays: list[mx.array]) -> list[mx.array]:
+    """Arrays of version 0.1.0, which kept the margin of an unpacked window in the ring."""
+    plan, stream = header.plan, header.offset - header.plan.sink
+    if plan.margin == 0 or stream <= plan.ring or len(arrays) < 2:
+        return arrays
+    size = plan.ring + plan.margin
+    if any(x.ndim != 4 or x.shape[2] != plan.sink + min(stream, size) for x in arrays[:2]):
+        raise ValueError(f"recent keys are {arrays[0].shape}, values {arrays[1].shape}")
+
+    def slots(start: int, stop: int, ring: int) -> np.ndarray:
+        """Where stream tokens [start, stop) were, in their order in a ring of so many."""
+        was = np.zeros(ring, dtype=np.int64)
+        for j, slot, count in spans(max(0, start), stop, ring):
+            was[slot : slot + count] = plan.sink + np.arange(j, j + count) % size
+        return was
+
+    left = stream - plan.ring
+    ring = np.concatenate([np.arange(plan.sink), slots(left, stream, plan.ring)])
+    margin = slots(left - plan.margin, left, plan.margin)
+    pairs = [[x[:, :, mx.array(index)] for x in arrays[:2]] for index in (ring, margin)]
+    return [*pairs[0], *pairs[1], *arrays[2:]]
 
 
 def _check_header(header: Header) -> None:
     plan = header.plan
-    for name in ("offset", "ring_low", "store_low", "rebased"):
+    for name in ("offset", "ring_low", "store_low", "rebased", "oldest"):
         value = getattr(header, name)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_LENGTH:
             raise ValueError(f"{name} is {value!r}")
@@ -98,27 +131,32 @@ def _check_header(header: Header) -> None:
         raise ValueError(f"rebased is {header.rebased} after {header.offset} tokens")
     if not isinstance(header.packed_attention, bool):
         raise ValueError(f"packed_attention is {header.packed_attention!r}")
+    if not isinstance(header.packed, bool) or header.packed > can_pack(header.config):
+        raise ValueError(f"packed is {header.packed!r}")
     if header.dtype not in DTYPES and (header.offset or header.dtype is not None):
         raise ValueError(f"dtype is {header.dtype!r}")
-    sizes = (plan.sink, plan.ring or 0, (plan.slots or 0) * plan.group, header.config.protect_first)
+    ring = 0 if plan.ring == UNBOUNDED else plan.ring
+    sizes = (plan.sink, ring, (plan.slots or 0) * plan.group, header.config.protect_first)
     if max(sizes) >= _MAX_LENGTH:
         raise ValueError("a size in the settings is too large for an array")
 
     # What the next query may see has to be there.
     stream, groups = max(0, header.offset - plan.sink), plan.groups(header.offset)
     low, packed = plan.first_visible(header.offset) - plan.sink, groups * plan.group
-    in_ring = stream if plan.ring is None else plan.ring
-    if header.ring_low > min(stream, max(packed, low)) or stream - header.ring_low > in_ring:
+    held = plan.ring + plan.margin
+    if header.ring_low > min(stream, max(packed, low)) or stream - header.ring_low > held:
         raise ValueError(f"ring_low is {header.ring_low} after {header.offset} tokens")
     in_store = groups if plan.slots is None else plan.slots
     if header.store_low > groups or groups - header.store_low > in_store:
         raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
     if low < packed and low // plan.group < header.store_low:
         raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
+    if header.oldest > low:
+        raise ValueError(f"oldest is {header.oldest} after {header.offset} tokens")
 
 
-def read_ring(header: Header, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Keys and values of the ring [B, H, slots, D], with room for all slots.
+def read_ring(header: Header, arrays: Sequence[mx.array], step: int) -> tuple[mx.array, mx.array]:
+    """Keys and values of the ring [B, H, slots, D], with room to grow by ``step`` tokens.
 
     Raises:
         ValueError: if there are no two arrays of the shape and type that the header asks for.
@@ -137,9 +175,25 @@ def read_ring(header: Header, arrays: Sequence[mx.array]) -> tuple[mx.array, mx.
         raise ValueError(f"recent keys are {keys.shape}, values {values.shape}")
     if header.rotation and header.rotation.dims > keys.shape[3]:
         raise ValueError(f"recent keys are {keys.shape}, {header.rotation.dims} channels turn")
-    plan = header.plan
-    total = header.ring_slots if plan.ring is None else plan.sink + plan.ring
+    total = header.plan.full_room(header.offset, step)
     return _padded(keys, total), _padded(values, total)
+
+
+def read_margin(
+    header: Header, ring: Sequence[mx.array], arrays: list[mx.array]
+) -> tuple[tuple[mx.array, mx.array] | None, list[mx.array]]:
+    """Keys and values of the margin [B, H, margin, D], None if it is empty, and what follows.
+
+    Raises:
+        ValueError: if they are not of the ring's heads and type.
+    """
+    if not header.spares:
+        return None, arrays
+    want = [((*x.shape[:2], header.plan.margin, x.shape[3]), x.dtype) for x in ring]
+    got = [(x.shape, x.dtype) for x in arrays[:2]]
+    if got != want:
+        raise ValueError(f"evicted tokens are {got}, expected {want}")
+    return (arrays[0], arrays[1]), arrays[2:]
 
 
 def read_stores(

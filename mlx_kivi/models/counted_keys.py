@@ -6,7 +6,6 @@ With a window in force there are fewer keys than positions; what they get says o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .. import hooks
@@ -44,10 +43,9 @@ class CountedKeysCache(QuantizedStreamingCache):
         views = tuple(self._views())
         return CountedHandle(views, 0), CountedHandle(views, 1)
 
-    def _in_full_precision(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        if self.config.window is not None:
-            raise AttributeError("mlx_lm's counterpart hands out fewer keys than positions")
-        return super()._in_full_precision(method)
+    def _mergeable(self) -> bool:
+        # mlx_lm's counterpart of a bounded one hands out fewer keys than positions.
+        return self.config.window is None and super()._mergeable()
 
 
 def counting(model: Any, caches: list[Any]) -> list[Any]:

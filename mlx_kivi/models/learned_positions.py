@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 
@@ -135,18 +135,17 @@ class RestartingCache(QuantizedStreamingCache):
             return False
         return super().can_trim(n)
 
-    def _in_full_precision(self, method: Callable[..., Any]) -> NoReturn:
-        raise AttributeError("mlx_lm has no counterpart of a cache that restarts")
+    def _mergeable(self) -> bool:
+        return False  # mlx_lm has no counterpart of a cache that restarts
 
-    @property
-    def state(self) -> list[mx.array]:
-        """That of the base, then the ids and the count of tokens that restarts left behind."""
-        return [*super().state, self.ids(), mx.array([self._dropped], mx.int64)]
+    # The state of the base, then the ids and the count of tokens that restarts left behind.
 
-    @state.setter
-    def state(self, state: list[mx.array]) -> None:
+    def _save(self) -> list[mx.array]:
+        return [*super()._save(), self.ids(), mx.array([self._dropped], mx.int64)]
+
+    def _load(self, state: list[mx.array]) -> None:
         new = RestartingCache()
-        QuantizedStreamingCache.state.fset(new, state[:-2])
+        QuantizedStreamingCache._load(new, state[:-2])
         ids, dropped = state[-2:]
         batch = new.keys.shape[0] if new.offset else 1
         if ids.shape != (batch, new.offset) or ids.dtype != mx.int32:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reference import allowed, shown
 
 from mlx_kivi import KVCacheConfig
-from mlx_kivi.cache.layout import Snapshot, plan_for, spans
+from mlx_kivi.cache.layout import UNBOUNDED, Plan, Snapshot, can_pack, plan_for, spans
 from mlx_kivi.config import GROUP_SIZES, TRIM_MARGIN
 
 configs = st.builds(
@@ -22,9 +22,13 @@ configs = st.builds(
 )
 
 
+def plan_of(config: KVCacheConfig) -> Plan:
+    return plan_for(config, can_pack(config))
+
+
 @given(configs, st.integers(0, 2000))
 def test_the_residual_stays_unpacked_and_little_more_does(config: KVCacheConfig, seen: int) -> None:
-    plan = plan_for(config)
+    plan = plan_of(config)
     groups = plan.groups(seen)
     assert groups <= plan.groups(seen + 1) <= groups + 1
     if plan.residual is None:
@@ -38,13 +42,16 @@ def test_the_residual_stays_unpacked_and_little_more_does(config: KVCacheConfig,
 def test_a_plan_has_room_for_what_is_seen_and_what_trim_takes_back(
     config: KVCacheConfig,
 ) -> None:
-    plan = plan_for(config)
+    plan = plan_of(config)
     assert (plan.sink, plan.window, plan.group) == (config.sink, config.window, config.group_size)
     bounded = config.window is not None
-    assert (plan.ring is None) == (not bounded and not config.quantized)
+    assert (plan.ring == UNBOUNDED) == (not bounded and not config.quantized)
     if plan.residual is None:
-        assert plan.slots is None and (not bounded or plan.ring >= config.window + TRIM_MARGIN)
+        assert plan.slots is None
+        if bounded:
+            assert (plan.ring, plan.margin) == (config.window, TRIM_MARGIN)
         return
+    assert plan.margin == 0
     # The oldest token that a query sees, after the most that trim takes back at any moment.
     assert plan.ring >= plan.residual + plan.group - 1 + TRIM_MARGIN
     assert (plan.slots is None) == (not bounded)
@@ -54,10 +61,10 @@ def test_a_plan_has_room_for_what_is_seen_and_what_trim_takes_back(
 
 @given(configs)
 def test_a_bounded_plan_is_little_larger_than_its_window(config: KVCacheConfig) -> None:
-    plan = plan_for(config)
+    plan = plan_of(config)
     assume(config.window is not None)
     packed = (plan.slots or 0) * plan.group
-    held = plan.ring + packed
+    held = plan.ring + plan.margin + packed
     overlap = TRIM_MARGIN + 3 * plan.group  # margin, the group that fills up, rounding twice
     assert held <= config.window + TRIM_MARGIN + (overlap if plan.slots else 0)
 
@@ -80,7 +87,7 @@ def test_spans_cover_a_range_in_order_without_crossing_the_end(
 def test_a_token_is_gone_when_the_next_query_cannot_see_it(
     window: int | None, seen: int, evicted: bool
 ) -> None:
-    assert plan_for(KVCacheConfig(sink=4, window=window)).evicted(seen) is evicted
+    assert plan_of(KVCacheConfig(sink=4, window=window)).evicted(seen) is evicted
 
 
 # What a call sees: the ring, the store and the chunk together hold each token once
@@ -88,8 +95,8 @@ def test_a_token_is_gone_when_the_next_query_cannot_see_it(
 
 def snapshot(config: KVCacheConfig, placed: int, chunk: int) -> Snapshot:
     """A call of one token in the ring (chunk 0), or of a chunk beside it."""
-    plan = plan_for(config)
-    assume(plan.ring is not None)  # without bound: one array, in order
+    plan = plan_of(config)
+    assume(plan.ring != UNBOUNDED)  # one array, in order
     groups = plan.groups(placed if chunk else placed - 1)
     capacity = groups if plan.slots is None else plan.slots
     return Snapshot(plan, capacity, placed, groups, chunk, chunk or 1)

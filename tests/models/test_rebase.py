@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ def jump(caches: list[Any], tokens: int) -> None:
     """As if about so many more tokens had been seen, whose positions are not counted any more."""
     for cache in caches:
         plan = cache.plan
-        unit = plan.ring if plan.slots is None else plan.ring * plan.slots * plan.group
+        unit = math.lcm(plan.ring, plan.margin or 1, (plan.slots or 1) * plan.group)
         by = tokens // unit * unit
         cache._count += by
         cache._rebased += by
@@ -128,7 +129,7 @@ def test_the_whole_of_a_long_call_is_at_the_old_positions() -> None:
 @pytest.mark.parametrize("bits", [None, 4])
 def test_packed_keys_are_turned_to_half_a_step(bits: int | None) -> None:
     config = KVCacheConfig(
-        k_bits=bits, v_bits=4, group_size=32, residual_length=16, sink=4, window=100
+        k_bits=bits, v_bits=4, group_size=32, residual_length=16, sink=4, window=200
     )
     cache = build(tiny(), config)[0]
     keys = mx.random.normal((1, 2, 300, 32), key=mx.random.key(2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from helpers import ROOT
 
 import mlx_kivi
 
@@ -164,6 +166,32 @@ def test_the_walker_sees_the_imports_that_are_there() -> None:
         ("mlx_kivi.upstream.replacements", "mlx_kivi.models.learned_positions"),
         ("mlx_kivi.upstream.replacements", "mlx_kivi.upstream.prompt_file"),
     }
+
+
+# docs/how_it_works.md
+
+
+PAGE = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+
+
+def test_the_page_draws_the_floors_of_the_table() -> None:
+    drawing = PAGE.split("```")[1]
+    drawn = [re.findall(r"\w+(?:\.py|/)", line) for line in drawing.splitlines()]
+    assert tuple(tuple(names) for names in drawn if names) == FLOORS
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    named = set(re.findall(r"[\w./]+(?:\.(?:py|json|md)\b|\w/)", PAGE))
+    assert len(named) > 30
+    places = (ROOT, PACKAGE, ROOT / "docs")
+    assert [name for name in named if not any((at / name).exists() for at in places)] == []
+
+
+def test_every_name_of_code_on_the_page_is_in_the_code() -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    named = set(re.findall(r"`([A-Za-z_]\w*)(?:\([\w=]*\))?`", PAGE))
+    assert {"PACKED", "BITS", "COMMANDS", "update_and_fetch"} <= named
+    assert [name for name in named if not re.search(rf"\b{name}\b", code)] == []
 
 
 # The walker itself, on packages with one fault each

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.nn as nn
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-import mlx_kivi
 
 from .contract import models, tokenizers
 
@@ -29,11 +25,3 @@ def draft() -> nn.Module:
 def tokenizer() -> TokenizerWrapper:
     """One token a byte."""
     return tokenizers.wrapped()
-
-
-@pytest.fixture
-def unpatched() -> Iterator[None]:
-    """mlx_lm as it came, before the test and after."""
-    mlx_kivi.unpatch()
-    yield
-    mlx_kivi.unpatch()

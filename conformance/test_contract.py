@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from .common import arrays_in
 from .contract.kinds import (
     DIM,
     HEADS,
     KINDS,
     OURS,
     Kind,
-    arrays_of,
     chunks,
     feed,
     restored,
@@ -81,7 +81,7 @@ def test_nbytes_counts_every_array_that_is_held(kind: Kind) -> None:
     assert cache.nbytes == 0
     for length in chunks(total(kind)):
         feed(cache, length)
-        assert cache.nbytes == sum(a.nbytes for a in arrays_of(cache))
+        assert cache.nbytes == sum(a.nbytes for a in arrays_in(cache))
 
 
 @pytest.mark.parametrize("return_array", [False, True])
@@ -101,9 +101,10 @@ def test_make_mask_shows_what_the_rule_and_a_window_size_allow(
                 assert isinstance(mask, mx.array) and mask.dtype == mx.bool_
             keys = kind.shown(seen, count)
             assert feed(cache, count)[0].shape[2] == len(keys)
-            want = np.stack([kind.sees(q, keys) for q in range(seen, seen + count)])
+            queries = np.arange(seen, seen + count)
+            want = kind.sees(queries, keys)
             if window_size is not None:
-                want &= keys > np.arange(seen, seen + count)[:, None] - window_size
+                want &= keys > queries[:, None] - window_size
             np.testing.assert_array_equal(shown_by(mask, count, len(keys)), want)
 
 
@@ -229,7 +230,7 @@ def test_in_full_precision_mlx_lms_own_quantised_cache_can_follow() -> None:
     pair = [c.to_quantized(group_size=32, bits=8) for c in (ours, stock)]
     assert [type(c) for c in pair] == [QuantizedKVCache] * 2
     got, want = (feed(c, 3) for c in pair)
-    for x, y in zip(arrays_of(got), arrays_of(want), strict=True):
+    for x, y in zip(arrays_in(got), arrays_in(want), strict=True):
         assert mx.array_equal(x, y)
 
 

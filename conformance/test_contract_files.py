@@ -6,7 +6,6 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import mlx_kivi
 from mlx_kivi import KVCacheConfig
 from mlx_kivi.generate import main as kivi_generate
 
-from .contract import files
+from .contract import files, models
 from .contract.kinds import POLICIES, tokens
 from .contract.models import prompt, run, steps
 
@@ -47,7 +46,7 @@ mx.save_safetensors(sys.argv[1], out, meta)
 
 
 @pytest.fixture(scope="module")
-def saved(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Any]]:
+def saved(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """For each case: the file, the caches' bytes, and the logits that follow in this process."""
     folder, cases = tmp_path_factory.mktemp("prompts"), {}
     for name, length in CASES:
@@ -58,8 +57,7 @@ def saved(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             save_prompt_cache(path, caches, {"note": name})
             nbytes = sum(c.nbytes for c in caches)
             cases[name, length] = path, nbytes, steps(llama, caches, 7, 40)
-    yield cases
-    mlx_kivi.unpatch()
+    return cases
 
 
 @pytest.fixture(
@@ -122,9 +120,7 @@ def test_a_packed_file_is_a_fraction_of_the_stock_one(llama: nn.Module, tmp_path
     assert sizes[1] < 0.25 * sizes[0]
 
 
-def test_files_keep_other_caches_lists_of_caches_and_metadata(
-    unpatched: None, tmp_path: Path
-) -> None:
+def test_files_keep_other_caches_lists_of_caches_and_metadata(tmp_path: Path) -> None:
     mlx_kivi.patch()
     path = str(tmp_path / "mixed.safetensors")
     save_prompt_cache(path, files.mixed(), files.METADATA)
@@ -134,7 +130,7 @@ def test_files_keep_other_caches_lists_of_caches_and_metadata(
 
 
 @pytest.mark.parametrize("release", files.RELEASES)
-def test_a_file_of_either_generation_of_mlx_lm_is_read(release: str, unpatched: None) -> None:
+def test_a_file_of_either_generation_of_mlx_lm_is_read(release: str) -> None:
     """The files were written by ``python -m conformance.contract.files`` under each release."""
     for load in (load_prompt_cache, mlx_kivi.load_prompt_cache):
         mlx_kivi.patch()
@@ -164,7 +160,7 @@ def check_mixed(caches: list[Any], *, exact: bool) -> None:
                 assert mx.array_equal(a, b) if exact or i else mx.abs(a - b).max() < 8 / 15
 
 
-def test_a_file_of_stock_caches_is_left_to_mlx_lm(unpatched: None, tmp_path: Path) -> None:
+def test_a_file_of_stock_caches_is_left_to_mlx_lm(tmp_path: Path) -> None:
     cache = KVCache()
     cache.update_and_fetch(*tokens(0, 10))
     plain, hooked = (str(tmp_path / f"{n}.safetensors") for n in ("plain", "hooked"))
@@ -185,10 +181,8 @@ def test_a_file_of_stock_caches_is_left_to_mlx_lm(unpatched: None, tmp_path: Pat
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, tokenizer: TokenizerWrapper) -> Path:
     """A model directory: the tiny llama for the byte tokenizer's 257 tokens."""
-    from .contract.models import llama
-
     folder = tmp_path_factory.mktemp("model")
-    model = llama(vocabulary=257)
+    model = models.llama(vocabulary=257)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     config = {k: v for k, v in vars(model.args).items() if v is not None}
@@ -210,7 +204,6 @@ def test_both_command_lines_go_on_from_a_prompt_cache_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    unpatched: None,
 ) -> None:
     from mlx_lm import cache_prompt
 

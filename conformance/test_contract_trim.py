@@ -134,7 +134,7 @@ def test_past_the_window_the_margin_can_be_trimmed_and_no_more(kind: Kind) -> No
 
 
 @bounded_kinds
-def test_mlx_lms_trim_reaches_the_margin_while_it_is_hooked(kind: Kind, unpatched: None) -> None:
+def test_mlx_lms_trim_reaches_the_margin_while_it_is_hooked(kind: Kind) -> None:
     for hooked in (False, True):
         cache = kind.make()
         feed(cache, *chunks(200), *[1] * 40)
@@ -144,7 +144,7 @@ def test_mlx_lms_trim_reaches_the_margin_while_it_is_hooked(kind: Kind, unpatche
         assert not can_trim_prompt_cache([cache])
 
 
-def test_a_list_of_caches_is_trimmed_all_or_not_at_all(unpatched: None) -> None:
+def test_a_list_of_caches_is_trimmed_all_or_not_at_all() -> None:
     mlx_kivi.patch()
     bounded = next(k for k in OURS if k.name == "bounded")
     full = next(k for k in OURS if k.name == "full")

@@ -1,14 +1,16 @@
 """Fixtures, and what hypothesis does: with CI=true the same examples in every run."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from helpers import ROOT
 from hypothesis import settings
-from mlx_lm.models.llama import Model, ModelArgs
+from reference import hooked
 
-ROOT = Path(__file__).resolve().parent.parent
+from conformance.common import tiny_llama
 
 settings.register_profile(
     "mlx_kivi", max_examples=25, deadline=None, derandomize=os.environ.get("CI") == "true"
@@ -44,25 +46,14 @@ def shared() -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def tiny_llama() -> Model:
-    """A random llama: 2 layers, 4 heads of 32 on 2 KV heads, vocabulary of 97. Do not change it.
+@pytest.fixture(scope="session", name="tiny_llama")
+def _tiny_llama() -> nn.Module:
+    """A random llama, see `conformance.common`. Do not change it."""
+    return tiny_llama()
 
-    The heads are wider than hidden / heads = 16, because the smallest quantisation group is 32.
-    """
-    mx.random.seed(0)
-    args = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 97,
-        "tie_word_embeddings": False,
-    }
-    model = Model(ModelArgs.from_dict(args))
-    mx.eval(model.parameters())
-    return model
+
+@pytest.fixture
+def attention_hooked() -> Iterator[None]:
+    """mlx_lm's attention takes our handles, for tests that ask with `usefixtures`."""
+    with hooked():
+        yield

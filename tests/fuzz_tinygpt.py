@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "tinygpt"))
-from conftest import random_weights
 from test_tinygpt_mutations import MODELS, attempt, mutate
 
+from conftest import random_weights
 from mlx_kivi.tinygpt.format import DTYPES, write
 
 

@@ -8,9 +8,10 @@ storage is compared with what it stands for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ import numpy as np
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from conformance.common import allowed, arrays_in, shown  # noqa: F401 - arrays_in for tests/cache
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
 from mlx_kivi.cache.attention import CacheHandle
 from mlx_kivi.config import BITS, value_group
@@ -62,21 +64,6 @@ def dense(x: mx.array) -> np.ndarray:
 
 
 # What a query may see
-
-
-def allowed(queries: np.ndarray, keys: np.ndarray, sink: int, window: int | None) -> np.ndarray:
-    """The rule, over positions: the sinks and (query - window, query]. [queries, keys]"""
-    q, k = queries[:, None], keys[None]
-    rule = k <= q
-    if window is not None:
-        rule &= (k > q - window) | (k < sink)
-    return rule
-
-
-def shown(first: int, count: int, sink: int, window: int | None) -> np.ndarray:
-    """Positions that at least one of ``count`` queries from ``first`` on sees, in order."""
-    queries, keys = np.arange(first, first + count), np.arange(first + count)
-    return keys[allowed(queries, keys, sink, window).any(axis=0)]
 
 
 def as_rule(mask: mx.array | str | None, rows: int, columns: int) -> np.ndarray:
@@ -186,25 +173,6 @@ def stored(
     if isinstance(keys, CacheHandle):
         return [(v.snapshot.queries, dense(v.dense(0)), dense(v.dense(1))) for v in keys.views]
     return [(rows, dense(keys), dense(values))]
-
-
-def arrays_in(thing: Any) -> list[mx.array]:
-    """Every `mx.array` that an object reaches through attributes and containers, once each."""
-    found, seen, todo = [], set(), [thing]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, mx.array):
-            found.append(one)
-        elif isinstance(one, dict):
-            todo += one.values()
-        elif isinstance(one, list | tuple | set):
-            todo += one
-        elif hasattr(one, "__dict__"):
-            todo += vars(one).values()
-    return found
 
 
 # What storage may do to tokens
@@ -362,13 +330,14 @@ def follow(cache: QuantizedStreamingCache, stream: Stream, chunks: list[int]) ->
 # A whole model
 
 
-def logits(model: Any, tokens: mx.array, caches: list[Any], calls: list[int]) -> np.ndarray:
-    """Logits [T, 32 at most] of tokens fed in calls of so many."""
-    rows, begin = [], 0
-    for length in calls:
-        out = model(tokens[:, begin : begin + length], cache=caches)
-        rows.append(dense((out[0] if isinstance(out, tuple) else out)[0, :, :32]))
-        begin += length
+def logits(model: Any, tokens: mx.array, caches: list[Any], calls: Sequence[int]) -> np.ndarray:
+    """Logits [T, vocabulary] of tokens [1, T], fed in calls of so many, again and again."""
+    rows, begin, lengths = [], 0, cycle(calls)
+    while begin < tokens.shape[1]:
+        end = begin + next(lengths)
+        out = model(tokens[:, begin:end], cache=caches)
+        rows.append(dense((out[0] if isinstance(out, tuple) else out)[0]))
+        begin = end
     return np.concatenate(rows)
 
 

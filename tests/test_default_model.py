@@ -9,13 +9,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from helpers import ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx import nn
 from mlx_lm import load, stream_generate
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "get_model.py"
+SCRIPT = ROOT / "scripts" / "get_model.py"
 GPL3 = Path("/usr/share/common-licenses/GPL-3")
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 

@@ -4,9 +4,12 @@ import importlib
 import re
 import subprocess
 import sys
+from functools import partial
 
+import helpers
 import mlx.core as mx
 import pytest
+from helpers import tinygpt_file
 from mlx_lm import generate as mlx_text
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
@@ -26,35 +29,15 @@ mlx_generate = importlib.import_module("mlx_lm.generate")
 INT4 = ["--kv-quantize", "int4"]
 
 
-@pytest.fixture(autouse=True)
-def _unhook():
-    yield
-    unpatch()
-
-
 @pytest.fixture
 def model_file(tmp_path):
-    mx.random.seed(0)
-    path = tmp_path / "model.tinygpt"
-    args = {"layers": 2, "dModel": 64, "heads": 2, "dMlp": 96, "ctx": 400}
-    tinygpt.save(path, tinygpt.Model(tinygpt.ModelArgs.from_dict(args)))
-    return str(path)
+    return tinygpt_file(tmp_path, ctx=400)
 
 
 @pytest.fixture
 def run(capsys):
     """Run the command; gives exit code, stdout and stderr."""
-
-    def run(*argv):
-        capsys.readouterr()
-        code = 0
-        try:
-            generate.main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(helpers.run, capsys, generate.main)
 
 
 def actions(parser):

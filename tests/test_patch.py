@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ import mlx.nn as nn
 import mlx_lm
 import mlx_lm.models
 import pytest
+from helpers import ROOT
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -26,13 +26,6 @@ from mlx_kivi.patch import UnconvertedCacheWarning
 
 patch_module = importlib.import_module("mlx_kivi.patch")
 INT4 = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, window=90)
-
-
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    mlx_kivi.unpatch()
-    yield
-    mlx_kivi.unpatch()
 
 
 def policy(model: nn.Module) -> KVCacheConfig | None:
@@ -180,10 +173,8 @@ ORDERS = {
 USE = """
 import mlx.core as mx
 from mlx_lm.generate import generate_step
-from mlx_lm.models.llama import Model, ModelArgs
-args = dict(model_type="llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=2, head_dim=32, rms_norm_eps=1e-5, vocab_size=50)
-model = Model(ModelArgs.from_dict(args))
+from conformance.common import tiny_llama
+model = tiny_llama(num_hidden_layers=1)
 made = mine.make_prompt_cache(model)
 assert [type(c).__name__ for c in made] == ["QuantizedStreamingCache"], made
 assert made[0].config.window == 50
@@ -205,8 +196,7 @@ assert [type(c).__name__ for c in mine.make_prompt_cache(model)] == ["KVCache"]
 @pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
 def test_names_bound_before_and_after_are_reached(order: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USER_MODULE)
-    root = Path(__file__).resolve().parents[1]
-    code = f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]\n{order}\n{USE}"
+    code = f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n{order}\n{USE}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

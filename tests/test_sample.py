@@ -4,55 +4,33 @@ import argparse
 import json
 import re
 import sys
-from pathlib import Path
+from functools import partial
 
-import mlx.core as mx
+import helpers
 import pytest
+from helpers import ROOT, tinygpt_file
 from mlx import nn
 from mlx_lm import stream_generate
 
-from mlx_kivi import KVCacheConfig, make_prompt_cache, report, sample, tinygpt, unpatch
+from mlx_kivi import KVCacheConfig, make_prompt_cache, report, sample, tinygpt
 from mlx_kivi.__main__ import main as command
 from mlx_kivi.commands.flags import add_arguments as add_cache_flags
 from mlx_kivi.convert_tinygpt import main as convert
 
-BASE = {"layers": 2, "dModel": 64, "heads": 2, "dMlp": 96, "ctx": 40}
+CTX = 40
 TIMES = r"in \d+\.\d\ds — \d+ tok/s"
-
-
-@pytest.fixture(autouse=True)
-def _unhook():
-    yield
-    unpatch()  # reading a prompt file leaves mlx_lm hooked
 
 
 @pytest.fixture
 def make_file(tmp_path):
     """Write a random .tinygpt model with header switches; gives its path as text."""
-
-    def make(name="model", **switches):
-        mx.random.seed(0)
-        path = tmp_path / f"{name}.tinygpt"
-        model = tinygpt.Model(tinygpt.ModelArgs.from_dict({**BASE, **switches}))
-        tinygpt.save(path, model)
-        return str(path)
-
-    return make
+    return partial(tinygpt_file, tmp_path, ctx=CTX)
 
 
 @pytest.fixture
 def run(capsys):
     """Run the command; gives exit code, stdout and stderr."""
-
-    def run(*argv):
-        code = 0
-        try:
-            sample.main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+    return partial(helpers.run, capsys, sample.main)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +171,7 @@ def test_a_prompt_longer_than_the_table_streams(run, make_file):
 def test_without_a_window_the_text_stops_with_the_table_and_says_so(run, make_file, extra):
     path = make_file()
     code, out, err = run(path, "--temp", 0, *extra)
-    made = BASE["ctx"] - len("ROMEO:") + 1
+    made = CTX - len("ROMEO:") + 1
     assert (code, f"\n({made} tokens" in out) == (0, True)
     assert "Stopped at the end of the model's learned position table (ctx = 40)" in out
     exactly = run(path, "--temp", 0, "--tokens", made, *extra)[1]
@@ -384,7 +362,7 @@ def test_the_command_is_listed_and_found(capsys, monkeypatch):
 
 
 def test_the_documentation_lists_every_flag():
-    page = (Path(__file__).parent.parent / "docs" / "tinygpt.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tinygpt.md").read_text(encoding="utf-8")
     others = argparse.ArgumentParser()
     add_cache_flags(others)
     flags = {flag for a in sample.setup_arg_parser()._actions for flag in a.option_strings}

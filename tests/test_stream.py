@@ -6,16 +6,13 @@ import importlib
 from types import ModuleType
 
 import pytest
-from conftest import ROOT
-
-import mlx_kivi
+from helpers import ROOT
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("stream")
-    mlx_kivi.unpatch()
+    return importlib.import_module("stream")
 
 
 def test_bytes_stay_and_nothing_is_nan_for_20_000_tokens(stream: ModuleType) -> None:

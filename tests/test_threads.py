@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Barrier, Thread
 from typing import Any
 
@@ -17,12 +17,6 @@ from mlx_kivi import KVCacheConfig, hooks
 
 INT4 = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, residual_length=16)
 BOUNDED = KVCacheConfig(k_bits=8, v_bits=8, group_size=32, residual_length=16, window=90)
-
-
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    yield
-    mlx_kivi.unpatch()
 
 
 def together(*works: Callable[[], Any]) -> list[Any]:

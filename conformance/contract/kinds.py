@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +12,8 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+
+from ..common import allowed, arrays_in, shown
 
 HEADS, DIM = 2, 32
 PACKED = {"group_size": 32, "residual_length": 16}
@@ -44,17 +46,13 @@ class Kind:
     def ours(self) -> bool:
         return self.name in POLICIES
 
-    def sees(self, query: int, key: np.ndarray) -> np.ndarray:
-        """Whether a query at a position sees keys at others."""
-        seen = key <= query
-        if self.window is not None:
-            seen &= (key > query - self.window) | (key < self.sinks)
-        return seen
+    def sees(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Whether queries at positions see keys at others: [queries, keys]."""
+        return allowed(queries, keys, self.sinks, self.window)
 
     def shown(self, first: int, count: int) -> np.ndarray:
         """Positions that any of ``count`` queries from ``first`` on sees, in order."""
-        keys = np.arange(first + count)
-        return keys[np.any([self.sees(q, keys) for q in range(first, first + count)], axis=0)]
+        return shown(first, count, self.sinks, self.window)
 
     def __str__(self) -> str:
         return self.name
@@ -110,19 +108,6 @@ def chunks(total: int) -> list[int]:
     return lengths
 
 
-def arrays_of(x: Any) -> Iterator[mx.array]:
-    """Every array that an object holds on to."""
-    if isinstance(x, mx.array):
-        yield x
-    elif isinstance(x, list | tuple):
-        for item in x:
-            yield from arrays_of(item)
-    elif isinstance(x, dict):
-        yield from arrays_of(list(x.values()))
-    elif hasattr(x, "__dict__"):
-        yield from arrays_of(vars(x))
-
-
 def restored(cache: Any) -> Any:
     """The cache again from its state, as the mlx-lm in use asks for it."""
     if hasattr(KVCache, "meta_state"):
@@ -132,7 +117,7 @@ def restored(cache: Any) -> Any:
 
 def same_state(a: Any, b: Any) -> bool:
     """Whether two caches store the same, bit by bit."""
-    left, right = list(arrays_of(a.state)), list(arrays_of(b.state))
+    left, right = arrays_in(a.state), arrays_in(b.state)
     return (
         a.offset == b.offset
         and len(left) == len(right)

@@ -8,27 +8,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
-from mlx_lm.models.llama import Model, ModelArgs
+
+from ..common import tiny_llama
 
 VOCABULARY = 256
 
 
-def llama(seed: int = 3, vocabulary: int = VOCABULARY) -> Model:
-    """2 layers, 4 heads of 32 on 2 KV heads. Weights are large, so that logits lie far apart."""
-    mx.random.seed(seed)
-    args = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": False,
-    }
-    model = Model(ModelArgs.from_dict(args))
+def llama(seed: int = 3, vocabulary: int = VOCABULARY) -> nn.Module:
+    """A tiny one whose weights are large, so that logits lie far apart."""
+    model = tiny_llama(seed, vocab_size=vocabulary)
     model.update(tree_map(lambda p: 3 * p if p.ndim == 2 else p, model.parameters()))
     mx.eval(model.parameters())
     return model

@@ -3,33 +3,27 @@
 import json
 import re
 import struct
+from functools import partial
 
+import helpers
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from helpers import parameters, tinygpt_file
 from mlx_lm import load as mlx_load
 
 from mlx_kivi import generate, tinygpt
 from mlx_kivi.commands import loading
 from mlx_kivi.convert_tinygpt import main as convert
 
-BASE = {"layers": 2, "dModel": 64, "heads": 2, "dMlp": 96, "ctx": 200}
+CTX = 200
 RULE = "=" * 10
 
 
 @pytest.fixture
 def make_file(tmp_path):
     """Write a random .tinygpt model with header switches; gives its path as text."""
-
-    def make(name="model", **switches):
-        mx.random.seed(0)
-        path = tmp_path / f"{name}.tinygpt"
-        model = tinygpt.Model(tinygpt.ModelArgs.from_dict({**BASE, **switches}))
-        tinygpt.save(path, model)
-        return str(path)
-
-    return make
+    return partial(tinygpt_file, tmp_path, ctx=CTX)
 
 
 @pytest.fixture
@@ -49,13 +43,7 @@ def run(capsys):
     """Run mlx_kivi.generate; gives exit code, the text, and all of stdout and stderr."""
 
     def run(*argv):
-        code = 0
-        capsys.readouterr()
-        try:
-            generate.main([str(arg) for arg in argv])
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
+        code, out, err = helpers.run(capsys, generate.main, *argv)
         text = out.split(f"{RULE}\n")[1][:-1] if RULE in out else None
         return code, text, out + err
 
@@ -117,10 +105,6 @@ def test_a_draft_stops_at_the_table_too(run, make_file):
 
 
 # The flags of .tinygpt models
-
-
-def parameters(model):
-    return dict(tree_flatten(model.parameters()))
 
 
 def parsed(*argv):

@@ -5,13 +5,16 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers import tinygpt_model
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm import generate, stream_generate
 from mlx_lm.models import gpt2, gpt_bigcode
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_make_prompt_cache
+from reference import logits
 
+from conformance.architectures.reference import DenseReference
 from mlx_kivi import (
     KVCacheConfig,
     load_prompt_cache,
@@ -19,7 +22,6 @@ from mlx_kivi import (
     patched,
     save_prompt_cache,
     tinygpt,
-    unpatch,
 )
 from mlx_kivi.models.learned_positions import (
     PositionTableFull,
@@ -45,39 +47,14 @@ def make_model(kind, size=SIZE, **switches):
     elif kind == "gpt_bigcode":
         model = gpt_bigcode.Model(gpt_bigcode.ModelArgs(n_inner=96, **shape))
     else:
-        config = {"layers": 2, "dModel": 64, "heads": 2, "dMlp": 96, "ctx": size, **switches}
-        model = tinygpt.Model(tinygpt.ModelArgs.from_dict(config))
+        model = tinygpt_model(ctx=size, **switches)
     mx.eval(model.parameters())
     return model
-
-
-@pytest.fixture(autouse=True)
-def _unpatch():
-    yield
-    unpatch()  # make_prompt_cache leaves mlx_lm hooked
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request):
     return make_model(request.param)
-
-
-class PlainCache:
-    """Every key and value, and the mask of the rule: the sinks and (query - window, query]."""
-
-    def __init__(self, sink, window):
-        self.sink, self.window, self.offset, self.pair = sink, window, 0, None
-
-    def update_and_fetch(self, keys, values):
-        if self.pair is not None:
-            keys, values = (mx.concatenate(pair, axis=2) for pair in zip(self.pair, (keys, values)))
-        self.pair, self.offset = (keys, values), keys.shape[2]
-        return self.pair
-
-    def make_mask(self, n, window_size=None, return_array=False):
-        q = mx.arange(self.offset, self.offset + n)[:, None]
-        k = mx.arange(self.offset + n)[None]
-        return (k <= q) & ((k > q - self.window) | (k < self.sink))
 
 
 def segments(ids, size, sink, window, held=()):
@@ -93,7 +70,7 @@ def segments(ids, size, sink, window, held=()):
 
 def recomputed(model, held, sink, window):
     """Logits [V] of the last of some tokens, from nothing."""
-    caches = [PlainCache(sink, window) for _ in model.layers]
+    caches = [DenseReference(sink, window) for _ in model.layers]
     return np.array(model(mx.array([held]), cache=caches)[0, -1])
 
 
@@ -103,13 +80,7 @@ def ids_of(count, seed=1):
 
 def fed(model, ids, sizes, caches):
     """Logits [len(ids), V], fed in calls of the given sizes, again and again."""
-    rows, start = [], 0
-    while start < len(ids):
-        size = sizes[len(rows) % len(sizes)]
-        rows.append(model(mx.array([ids[start : start + size]]), cache=caches)[0])
-        mx.eval(rows[-1])
-        start += size
-    return np.array(mx.concatenate(rows))
+    return logits(model, mx.array([ids]), caches, sizes)
 
 
 def close(got, wanted):

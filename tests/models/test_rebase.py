@@ -4,49 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.llama import Model, ModelArgs
-from reference import dense, hooked, logits, random_tokens
+from reference import dense, logits, random_tokens
 
+from conformance.common import tiny_llama
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 from mlx_kivi.cache.rotation import REBASE_AT, REBASE_BY, rebased_by
 from mlx_kivi.models.factory import build
 
 STREAM = KVCacheConfig(sink=0, window=72)
 
-
-@pytest.fixture(autouse=True)
-def _hooked() -> Iterator[None]:
-    with hooked():
-        yield
+pytestmark = pytest.mark.usefixtures("attention_hooked")
 
 
-def tiny(layers: int = 2, **changes: Any) -> Model:
-    """A random llama with 4 heads of 32 on 2 KV heads, whose attention is not flat."""
-    mx.random.seed(0)
-    args = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 97,
-        "tie_word_embeddings": False,
-    }
-    model = Model(ModelArgs.from_dict({**args, **changes}))
-    for layer in model.layers:
-        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            part.weight = part.weight * 2
-    mx.eval(model.parameters())
-    return model
+def tiny(**changes: Any) -> nn.Module:
+    """A random llama whose attention is not flat."""
+    return tiny_llama(peak=2, **changes)
 
 
 def jump(caches: list[Any], tokens: int) -> None:
@@ -88,7 +66,7 @@ def test_a_stream_from_far_on_says_what_it_says_from_the_start(
     for cache in [] if config.reposition else late:
         cache._rebased = 250 - REBASE_AT
     calls = [90, 60, 1, 1, 1]
-    want, got = (logits(model, tokens, c, calls) for c in (caches, late))
+    want, got = (logits(model, tokens[:, :153], c, calls) for c in (caches, late))
     jump(late, start)
     if config.reposition:
         # Sinks are where they are; what follows them is far on. Two layers see two windows back.
@@ -152,7 +130,11 @@ def test_packed_keys_are_turned_to_half_a_step(bits: int | None) -> None:
 
 
 def test_layers_of_a_trained_window_rebase_with_the_others() -> None:
-    model = tiny(4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=40)
+    model = tiny(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=40,
+    )
     tokens = random_tokens(400)
     caches, late = build(model, STREAM), build(model, STREAM)
     assert {cache.plan.window for cache in late} == {40, 72}

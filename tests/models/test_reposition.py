@@ -7,7 +7,6 @@ StreamingLLM paper says (arXiv:2309.17453, section 3.2). It rotates in float64, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +15,9 @@ import numpy as np
 import pytest
 from mlx_lm.models import internlm2, rope_utils
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
-from mlx_lm.models.llama import Model, ModelArgs
-from reference import dense, hooked, stored
+from reference import Stream, attention, dense, logits, random_tokens, stored
 
+from conformance.common import tiny_llama
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
 from mlx_kivi.commands.flags import add_arguments, from_arguments
 from mlx_kivi.models.factory import build
@@ -44,40 +43,16 @@ ROPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _hooked() -> Iterator[None]:
-    with hooked():
-        yield
+pytestmark = pytest.mark.usefixtures("attention_hooked")
 
 
-def tiny(rope: nn.Module | None = None, **changes: Any) -> Model:
-    """A random llama of 2 layers: 4 heads of 32 on 2 KV heads, vocabulary of 97."""
-    mx.random.seed(0)
-    args = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 97,
-        "tie_word_embeddings": False,
-    }
-    model = Model(ModelArgs.from_dict({**args, **changes}))
+def tiny(rope: nn.Module | None = None) -> nn.Module:
+    """A random llama whose attention is not flat, with another RoPE if one is given."""
+    model = tiny_llama(peak=4)
     for layer in model.layers:
         if rope is not None:
             layer.self_attn.rope = rope
-        # Attention that is not flat, so that positions matter.
-        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            part.weight = part.weight * 4
-    mx.eval(model.parameters())
     return model
-
-
-def random_tokens(length: int) -> mx.array:
-    return mx.random.randint(0, 97, (1, length), key=mx.random.key(1))
 
 
 # The reference
@@ -111,34 +86,21 @@ def without(rope: nn.Module, x: np.ndarray, positions: np.ndarray) -> np.ndarray
     return out
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """One query q [H·r, 1, D] on k and v [H, T, D]."""
-    repeats = q.shape[0] // k.shape[0]
-    scores = q @ k.repeat(repeats, 0).swapaxes(-1, -2) * q.shape[-1] ** -0.5
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ v.repeat(repeats, 0)
-
-
 def kept(seen: int) -> np.ndarray:
     """Positions in the text of what the cache keeps, in order."""
     return np.r_[np.arange(min(SINK, seen)), np.arange(max(SINK, seen - WINDOW), seen)]
 
 
-class Stream:
-    """Random queries, keys and values of one layer, before RoPE: [1, heads, T, 32]."""
-
-    def __init__(self, length: int) -> None:
-        keys = mx.random.split(mx.random.key(3), 3)
-        self.q, self.k, self.v = (
-            mx.random.normal((1, heads, length, 32), key=key)
-            for heads, key in zip((4, 2, 2), keys, strict=True)
-        )
-        self.q = self.q * 2
+def random_stream(length: int) -> Stream:
+    """Queries, keys and values of one layer, before RoPE: 4 heads of 32 on 2 KV heads."""
+    stream = Stream(length, heads=2, repeats=2, seed=3)
+    stream.q = stream.q * 2  # attention that is not flat
+    return stream
 
 
 def step(cache: Any, rope: nn.Module, stream: Stream, begin: int, end: int) -> np.ndarray:
     """One call of a model's attention layer on tokens [begin, end): [heads, L, 32]."""
-    q, k, v = (x[:, :, begin:end] for x in (stream.q, stream.k, stream.v))
+    q, k, v = stream.cut(begin, end)
     mask = create_attention_mask(mx.zeros((1, end - begin, 1)), cache)
     offset = cache.offset
     keys, values = cache.update_and_fetch(rope(k, offset=offset), v)
@@ -161,7 +123,8 @@ def expected(cache: Any, rope: nn.Module, stream: Stream, position: int) -> np.n
             keys[:, :SINK] = without(rope, k[0][:, :SINK], where[:SINK])
             values[:, :SINK] = v[0][:, :SINK]
     q = rotate(rope, dense(stream.q[0, :, position : position + 1]), index[-1:])
-    return attention(q, rotate(rope, keys, index), values)
+    mask = np.ones((1, len(where)), bool)
+    return attention(q[None], rotate(rope, keys, index)[None], values[None], mask)[0]
 
 
 def layer_cache(rope: nn.Module, config: KVCacheConfig) -> QuantizedStreamingCache:
@@ -177,7 +140,7 @@ def test_a_thousand_steps_past_the_window_see_what_the_reference_sees(
     kind: str, config: KVCacheConfig
 ) -> None:
     rope = ROPES[kind]
-    stream = Stream(SINK + WINDOW + 1000)
+    stream = random_stream(SINK + WINDOW + 1000)
     cache = layer_cache(rope, config)
     for position in range(stream.q.shape[2]):
         out = step(cache, rope, stream, position, position + 1)
@@ -191,7 +154,7 @@ def test_a_thousand_steps_past_the_window_see_what_the_reference_sees(
 @pytest.mark.parametrize("kind", ROPES)
 def test_every_rope_rotates_sinks_by_their_index(kind: str, config: KVCacheConfig) -> None:
     rope = ROPES[kind]
-    stream = Stream(1200)
+    stream = random_stream(1200)
     cache = layer_cache(rope, config)
     begin = 0
     for length in (90, 1, 5, 1, 1, 1, 1, 3, 40, 1, 1, 700, 1, 8, 1, 1, 200, *[1] * 40):
@@ -205,7 +168,7 @@ def test_every_rope_rotates_sinks_by_their_index(kind: str, config: KVCacheConfi
 def test_vanilla_sinks_are_elsewhere() -> None:
     """The reference tells the two schemes apart."""
     rope = ROPES["plain"]
-    stream = Stream(400)
+    stream = random_stream(400)
     cache = layer_cache(rope, FULL.replace(reposition=False))
     step(cache, rope, stream, 0, 399)
     out = step(cache, rope, stream, 399, 400)
@@ -214,7 +177,7 @@ def test_vanilla_sinks_are_elsewhere() -> None:
 
 def test_stored_keys_are_never_changed() -> None:
     rope = ROPES["plain"]
-    stream = Stream(600)
+    stream = random_stream(600)
     caches = [layer_cache(rope, c) for c in (INT4, INT4.replace(reposition=False))]
     begin = 0
     for length in (300, *[1] * 40, 60):
@@ -228,7 +191,7 @@ def test_stored_keys_are_never_changed() -> None:
 # A whole model
 
 
-def reference_logits(model: Model, tokens: mx.array) -> np.ndarray:
+def reference_logits(model: nn.Module, tokens: mx.array) -> np.ndarray:
     """Logits [T, vocabulary], token by token, from keys before RoPE: llama written out."""
     past = [[[], []] for _ in model.layers]
     rows = []
@@ -251,14 +214,6 @@ def reference_logits(model: Model, tokens: mx.array) -> np.ndarray:
             h = h + attn.o_proj(out.swapaxes(1, 2).reshape(1, 1, -1))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
         rows.append(dense(model.lm_head(model.model.norm(h)))[0])
-    return np.concatenate(rows)
-
-
-def logits(model: Model, tokens: mx.array, caches: list[Any], calls: list[int]) -> np.ndarray:
-    rows, begin = [], 0
-    for length in calls:
-        rows.append(dense(model(tokens[:, begin : begin + length], cache=caches))[0])
-        begin += length
     return np.concatenate(rows)
 
 

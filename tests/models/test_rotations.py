@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import ROOT
 from mlx_lm.models import cache as mlx_caches
-from reference import dense, hooked, logits, random_tokens
+from reference import dense, logits, random_tokens
 
-from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from conformance.architectures import models
+from conformance.architectures.reference import flat
+from mlx_kivi import KVCacheConfig
 from mlx_kivi.cache.rotation import REBASE_AT, REBASE_BY, Rotation
 from mlx_kivi.models.architectures import own_caches
-from mlx_kivi.models.factory import build
+from mlx_kivi.models.factory import build, ours
 from mlx_kivi.models.rotations import rotations
 
 STREAM = KVCacheConfig(sink=0, window=72)
-CONFIGS = json.loads((ROOT / "conformance" / "architectures" / "configs.json").read_text())
 # What the error has to say of the models whose keys can't be turned.
 REFUSED = {
     "afm7": "weighted norm",
@@ -56,25 +51,14 @@ REFUSED = {
 NOT_REBASED = {"bailing_moe_linear", "iquestloopcoder", "llama4", "ministral3", "mistral3"}
 # They compute on the cached keys themselves.
 DENSE = {"gemma2", "olmo", "phi3small", "plamo", "plamo2", "stablelm"}
-NAMES = [name for name in CONFIGS if find_spec(f"mlx_lm.models.{name}")]
+NAMES = models.names()
 if not hasattr(mlx_caches.KVCache, "keys_and_values"):  # mlx-lm 0.31
     # Angles by the length of the sequence; and models that need the caches of mlx-lm there.
     REFUSED |= dict.fromkeys(["internlm2", "internlm3"], "DynamicNTKScalingRoPE")
     NAMES = [name for name in NAMES if name not in ("afm7", "gemma3n")]
 
 
-def leaves(caches: list[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]
-
-
-def ours(caches: list[Any]) -> list[QuantizedStreamingCache]:
-    return [leaf for leaf in leaves(caches) if isinstance(leaf, QuantizedStreamingCache)]
-
-
-@pytest.fixture(autouse=True)
-def _hooked() -> Iterator[None]:
-    with hooked():
-        yield
+pytestmark = pytest.mark.usefixtures("attention_hooked")
 
 
 # Every architecture
@@ -82,9 +66,6 @@ def _hooked() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=NAMES)
 def architecture(request: pytest.FixtureRequest) -> tuple[str, Any]:
-    sys.path.insert(0, str(ROOT))
-    models = importlib.import_module("conformance.architectures.models")
-    sys.path.remove(str(ROOT))
     return request.param, models.build(request.param)
 
 
@@ -131,7 +112,7 @@ def test_keys_turn_as_the_model_turns_them(architecture: tuple[str, Any]) -> Non
     # iquestloopcoder's second loop has gates made of turned queries: its input differs.
     pairs = list(zip(rotations(model, own), *runs, strict=True))
     for rotation, here, there in pairs[: 2 if name == "iquestloopcoder" else None]:
-        for a, b in zip(leaves([here]), leaves([there]), strict=True):
+        for a, b in zip(flat([here]), flat([there]), strict=True):
             if isinstance(a, OneToken) and a.keys is not None:
                 got, want = dense(rotation.turned(a.keys, 1000)), dense(b.keys)
                 np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())

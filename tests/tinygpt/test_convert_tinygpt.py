@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from helpers import run
 from mlx.utils import tree_flatten
 from mlx_lm import stream_generate
 
@@ -23,10 +24,9 @@ def weights_of(path):
 
 def fails(argv, code, capsys):
     """The one line that main leaves with."""
-    with pytest.raises(SystemExit) as stop:
-        main([str(word) for word in argv])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == code
+    ended, _, err = run(capsys, main, *argv)
+    lines = err.strip().splitlines()
+    assert ended == code
     assert len(lines) == 1 or lines[0].startswith("usage:")
     return lines[-1]
 

@@ -7,7 +7,7 @@ import struct
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from helpers import parameters
 from test_tinygpt_mutations import mutate
 
 from mlx_kivi import tinygpt
@@ -34,10 +34,6 @@ def adapter(**changes):
     ]
     header = {"rank": RANK, "alpha": 6.0, "baseLayers": 4, "entries": entries, **changes}
     return header, factors
-
-
-def parameters(model):
-    return dict(tree_flatten(model.parameters()))
 
 
 def write(path, header, factors, magic=b"TGLA", version=2, cut=None):

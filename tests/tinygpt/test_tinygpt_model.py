@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm import batch_generate, generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
+from reference import logits
 
 from mlx_kivi import KVCacheConfig, patched, tinygpt
 from mlx_kivi.models.probe import takes_packed
@@ -95,12 +96,7 @@ def ids_of(length, seed=1):
 
 def in_chunks(model, ids, sizes, cache=None):
     cache = cache if cache is not None else make_prompt_cache(model)
-    parts, start = [], 0
-    while start < len(ids):
-        size = sizes[len(parts) % len(sizes)]
-        parts.append(model(mx.array(ids[None, start : start + size]), cache=cache))
-        start += size
-    return np.array(mx.concatenate(parts, axis=1)[0]), cache
+    return logits(model, mx.array(ids[None]), cache, sizes), cache
 
 
 def test_logits_are_those_of_the_format_page(config, make_file, make_weights):
@@ -154,9 +150,9 @@ def test_a_mixed_batch_reads_each_rows_own_positions(make_file):
     merged = [type(a).merge([a, b]) for a, b in zip(*caches)]
     nexts = ids_of(2, seed=4)
     got = np.array(model(mx.array(nexts[:, None]), cache=merged)[:, -1])
-    for row, token, logits in zip(rows, nexts, got):
+    for row, token, last in zip(rows, nexts, got):
         alone = np.array(model(mx.array(np.array([[*row, token]])))[0, -1])
-        np.testing.assert_allclose(logits, alone, atol=2e-5 * np.abs(alone).max())
+        np.testing.assert_allclose(last, alone, atol=2e-5 * np.abs(alone).max())
 
 
 def test_input_embeddings_stand_for_token_embeddings(make_file):

@@ -35,12 +35,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "prompt.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def _unpatched() -> Any:
-    yield
-    mlx_kivi.unpatch()
-
-
 def refused(path: Path, *words: str) -> str:
     """The error, which is one line and names the file; mlx_lm's function gives one as well."""
     with pytest.raises(PromptFileError) as caught:

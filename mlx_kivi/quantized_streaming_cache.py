@@ -288,13 +288,13 @@ class QuantizedStreamingCache(Rewriting):
         if not self.config.quantized:
             twin = copy.deepcopy(self)
             twin._pack_by(config)
+            if twin.plan.residual is None:
+                why = f"a window of {config.window} takes fewer bytes unpacked"
+                warnings.warn(f"mlx_kivi: kv_bits={bits} is left out, {why}", stacklevel=2)
             return twin
         if config != self.config:
-            warnings.warn(
-                f"mlx_kivi: kv_bits={bits} is left out, the cache's own policy packs it already "
-                f"({self.config.describe()})",
-                stacklevel=2,
-            )
+            why = f"the cache's own policy packs it already ({self.config.describe()})"
+            warnings.warn(f"mlx_kivi: kv_bits={bits} is left out, {why}", stacklevel=2)
         return self
 
     # Models tie the order of evaluation to a cache's buffers (`mx.depends`), by assignment.

@@ -185,9 +185,9 @@ class Buffers:
     def _grow(self, length: int) -> None:
         """Room in the ring for a cache of ``length`` tokens."""
         have = self._ring[0].shape[2]
-        if self.plan.held(length) <= have:
-            return
         more = self.plan.full_room(length, self.step) - have
+        if more <= 0:
+            return
         keys, values = self._zeros(more)
         if have:
             keys = mx.concatenate([self._ring[0], keys], axis=2)

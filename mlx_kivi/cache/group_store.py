@@ -73,7 +73,13 @@ class GroupStore:
         self.capacity = capacity
 
     def write(self, slot: int, x: mx.array) -> None:
-        """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``."""
+        """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``.
+
+        NaN and infinity become 0: one of them would take all that share its scale with it.
+        """
+        self._write(slot, mx.where(mx.isfinite(x), x, 0))
+
+    def _write(self, slot: int, x: mx.array) -> None:
         groups = x.shape[2] // self.group_size
         # Item assignment changes an object in place, which others may hold: `[...]` is a new one.
         self.arrays = [array[...] for array in self.arrays]
@@ -133,17 +139,15 @@ class KeyStore(GroupStore):
         # 16-bit zeros would be too coarse for a channel with a large bias.
         self.shift: mx.array | None = None
 
-    def write(self, slot: int, x: mx.array) -> None:
+    def _write(self, slot: int, x: mx.array) -> None:
         if self.bits and self.dtype == mx.float32:
             if self.shift is None:
                 # Of the first group alone: it must not depend on how many came at once.
                 first = x[:, :, : self.group_size]
                 high, low = first.max(axis=2, keepdims=True), first.min(axis=2, keepdims=True)
-                middle = high / 2 + low / 2
-                # It outlives the group: one number that overflowed must not stay in all others.
-                self.shift = mx.where(mx.isfinite(middle), middle, 0)
+                self.shift = high / 2 + low / 2
             x = x - self.shift
-        super().write(slot, x)
+        super()._write(slot, x)
 
     def scores(self, queries: mx.array) -> mx.array:
         """queries [B, H, rows, D] float32 times (keys - shift): [B, H, rows, capacity · G]."""

@@ -294,3 +294,32 @@ def test_half_precision_is_finite_and_near_float32_with_large_keys(dtype: mx.Dty
     for a, b in zip(ours[1:], full[1:], strict=True):
         assert mx.isfinite(a).all()
         np.testing.assert_allclose(dense(a), dense(b), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 20, 60])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_row_that_a_mask_hides_everything_of_is_finite(
+    sinks: bool, window: int | None, rows: int, additive: bool
+) -> None:
+    """As from mlx's fused kernel; the other rows are as without it."""
+    stream = Stream(200, heads=2, repeats=2)
+    cache = filled(stream, [140], window=window)
+    q, k, v = stream.cut(140, 140 + rows)
+    keys, values = cache.update_and_fetch(k, v)
+    mask = mx.array(np.ones((1, 1, rows, keys.shape[2]), bool))
+    mask[:, :, :1] = False
+    if additive:
+        mask = mx.where(mask, 0.0, -mx.inf)
+    learned = mx.zeros((4,)) if sinks else None
+    got, want = (
+        dense(scaled_dot_product_attention(q, keys, values, cache, 0.2, m, learned))
+        for m in (mask, None)
+    )
+    if rows > 1 and cache.packed_tokens:
+        assert isinstance(keys, CacheHandle) or rows > MAX_PACKED_QUERIES
+    if isinstance(keys, CacheHandle) or not additive:
+        assert np.isfinite(got).all()
+    if isinstance(keys, CacheHandle):
+        np.testing.assert_allclose(got[:, :, 1:], want[:, :, 1:], rtol=0, atol=1e-5)

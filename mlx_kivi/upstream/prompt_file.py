@@ -154,7 +154,8 @@ def _read(file_name: str | os.PathLike[str]) -> tuple[list[compat.Record], dict[
     if not os.path.isfile(path):
         raise PromptFileError(f"{path}: no such file")
     try:
-        arrays, header = mx.load(path, return_metadata=True)
+        loaded: Any = mx.load(path, return_metadata=True)
+        arrays, header = loaded
         mx.eval(arrays)  # now, not when the file may have changed
         return compat.read(arrays, header)
     except Exception as error:  # the file may be anything

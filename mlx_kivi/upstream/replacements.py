@@ -30,9 +30,10 @@ def _check_mlx() -> None:
     Raises:
         UnsupportedError: names the version found and the mend.
     """
-    if Version(mx.__version__).release < Version(_OLDEST_MLX).release:
+    found: str = getattr(mx, "__version__")  # which mlx's stubs leave out
+    if Version(found).release < Version(_OLDEST_MLX).release:
         raise UnsupportedError(
-            f"mlx {mx.__version__} computes packed attention wrong: install mlx {_OLDEST_MLX} or "
+            f"mlx {found} computes packed attention wrong: install mlx {_OLDEST_MLX} or "
             "newer (pip install -U mlx)"
         )
 

@@ -54,7 +54,7 @@ class Row:
 
 
 def reads(name: str) -> str:
-    """What a module's attention reads of our caches, by the table in mlx_kivi/architectures.py."""
+    """What a module's attention reads of our caches, by `models.architectures`."""
     if name in DENSE:
         return "dense"
     return "packed" if name in PACKED | PROBED else "none"
@@ -78,7 +78,7 @@ def measure(name: str) -> Row:
         raise RuntimeError(f"{name}: a layer is not stored packed")
     read = "dense" if counts.dense else "packed" if counts.packed else "none"
     if read != reads(name):
-        raise RuntimeError(f"{name}: read {read}, and not {reads(name)}: mend architectures.py")
+        raise RuntimeError(f"{name}: read {read}, and not {reads(name)}: mend the tables")
     kinds = Counter(type(cache).__name__ for cache in flat(own_caches(model)))
     return Row(name, kinds, len(ours))
 

@@ -211,10 +211,9 @@ def test_tokens_of_another_shape_are_refused_and_change_nothing(kind: Kind) -> N
 
 @our_kinds
 def test_nothing_that_mlx_lm_takes_for_its_own_quantised_cache_is_there(kind: Kind) -> None:
-    """`bits` would make mlx-lm's attention read tuples, `to_quantized` replace the cache."""
+    """`bits` would make mlx-lm's attention read tuples, `merge` put the cache into batches."""
     assert not any(hasattr(kind.make(), name) for name in ("bits", "group_size"))
-    for name in ("to_quantized", "merge"):
-        assert hasattr(kind.make(), name) == (kind.name == "full")
+    assert hasattr(kind.make(), "merge") == (kind.name == "full")
 
 
 @our_kinds
@@ -223,15 +222,18 @@ def test_reading_an_empty_cache_says_what_is_missing(kind: Kind) -> None:
         kind.make().keys_and_values()
 
 
-def test_in_full_precision_mlx_lms_own_quantised_cache_can_follow() -> None:
-    ours, stock = next(k for k in OURS if k.name == "full").make(), KVCache()
-    for cache in (ours, stock):
-        feed(cache, 5, 20, 1)
-    pair = [c.to_quantized(group_size=32, bits=8) for c in (ours, stock)]
-    assert [type(c) for c in pair] == [QuantizedKVCache] * 2
-    got, want = (feed(c, 3) for c in pair)
-    for x, y in zip(arrays_in(got), arrays_in(want), strict=True):
-        assert mx.array_equal(x, y)
+@pytest.mark.parametrize("name", ["full", "bounded"])
+def test_for_kv_bits_a_packed_cache_of_ours_follows(name: str) -> None:
+    """mlx-lm's own bounded cache can't be packed; ours keeps its sinks, window and offset."""
+    cache = next(k for k in OURS if k.name == name).make()
+    feed(cache, 5, 200, 1)
+    other = cache.to_quantized(group_size=32, bits=8)
+    assert type(other) is QuantizedStreamingCache
+    assert (other.config.k_bits, other.config.v_bits, other.config.group_size) == (8, 8, 32)
+    assert (other.config.window, other.config.sink) == (cache.config.window, cache.config.sink)
+    assert (other.offset, other.size()) == (cache.offset, cache.size())
+    got, want = (feed(c, 3)[0] for c in (other, cache))
+    assert mx.allclose(got, want, rtol=0, atol=0.03)
 
 
 def test_the_stock_cache_and_ours_in_full_precision_return_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -21,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.upstream import speculation
 
 from .architectures import models
 from .architectures.models import CONFIGS
@@ -51,7 +53,8 @@ def speculative(
     ("name", "drafts"),
     [
         *((name, 3) for name in POLICIES),
-        *((n, d) for n in ("int4", "int4-bounded") for d in (1, 9)),
+        *((n, d) for n in ("int4", "int4-bounded") for d in (1, 9, 31)),
+        ("full", 64),
     ],
 )
 def test_a_draft_model_changes_no_token(
@@ -64,6 +67,43 @@ def test_a_draft_model_changes_no_token(
     assert got == want
     assert 20 < accepted < 110  # some drafts are right, some wrong
     assert len(set(want)) > 40
+
+
+@pytest.mark.usefixtures("unpatched")
+@every_policy
+def test_more_drafts_than_a_cache_can_serve_are_refused(
+    name: str, llama: nn.Module, draft: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any work, whether mlx-lm makes the caches or gets them; full precision serves all."""
+    with mlx_kivi.patched(POLICIES[name]):
+        made = make_prompt_cache(llama) + make_prompt_cache(draft)
+    mlx_kivi.make_prompt_cache(llama)  # hooks mlx_lm's functions, its factory not
+    default = speculative_generate_step.__kwdefaults__
+    for patched, kwargs in ((True, {}), (False, {"prompt_cache": made})):
+        for drafts in ({"num_draft_tokens": 32}, {}):
+            monkeypatch.setitem(default, "num_draft_tokens", 2 if drafts else 40)
+            with mlx_kivi.patched(POLICIES[name]) if patched else contextlib.nullcontext():
+                if name == "full":
+                    assert len(speculative(llama, draft, prompt(3), 4, **kwargs, **drafts)[0]) == 4
+                    continue
+                count = drafts.get("num_draft_tokens", 40)
+                with pytest.raises(ValueError, match=f"^num_draft_tokens={count}: use 31 or"):
+                    speculative_generate_step(prompt(3), llama, draft, **kwargs, **drafts)
+                assert all(cache.offset == 0 for cache in made)
+
+
+@pytest.mark.parametrize("name", ["int4", "bounded"])
+def test_what_is_refused_would_go_wrong(
+    name: str, llama: nn.Module, draft: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed, tokens change; bounded, the draft's cache keeps what was not accepted."""
+    monkeypatch.setattr(speculation, "TRIM_MARGIN", 1000)
+    with mlx_kivi.patched(POLICIES[name]):
+        want = greedy(llama, prompt(30), 130)
+        served, accepted = speculative(llama, draft, prompt(30), 130, num_draft_tokens=31)
+        got, fewer = speculative(llama, draft, prompt(30), 130, num_draft_tokens=40)
+    assert served == want
+    assert got != want if name == "int4" else fewer < accepted / 2
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from .cache.sizes import Heads, stored_bytes
 from .config import value_group
@@ -17,35 +20,42 @@ from .quantized_streaming_cache import QuantizedStreamingCache
 
 LONG = 32_768  # tokens at which costs are compared
 _FED = 256  # tokens after which, and after twice as many, an unknown cache is measured
+_KINDS = (KVCache, RotatingKVCache, ChunkedKVCache)  # of mlx_lm, whose growth is known
+
+Growth = tuple[float, int]  # bytes a token, and before the first
+Shape = tuple[Heads | None, Growth]
+
+# By id, for as long as a model lives: its `_mark`, and the shapes of its own caches.
+_known: dict[int, tuple[int, list[Shape]]] = {}
 
 
 @dataclass(frozen=True)
 class Part:
     """One cache of a model, members of a `CacheList` counted singly.
 
-    cache: ours, or the one left alone; own: what the model made, after one token; heads: None
-    where the cache holds no keys and values; growth: bytes a token and before the first, of a
-    class of the model's own.
+    cache: ours, or the one left alone; own: what the model makes, empty; heads: None where that is
+    of no kind whose growth is known; growth: as it was measured there.
     """
 
     cache: Any
     own: Any
     heads: Heads | None
-    growth: tuple[float, int] | None = None
+    growth: Growth = (0.0, 0)
 
     @property
     def ours(self) -> bool:
         return isinstance(self.cache, QuantizedStreamingCache)
 
     def full_bytes(self, tokens: int) -> int:
-        """Bytes of the model's own cache after ``tokens`` tokens: it grows by 256."""
-        if self.growth:
-            return round(self.growth[0] * tokens) + self.growth[1]
+        """Bytes of the model's own cache after ``tokens`` tokens, fed one by one.
+
+        They are the same after a prompt in mlx_lm's steps and one token more. But a
+        `RotatingKVCache` grows from the prompt's length: it holds up to 255 tokens more or less
+        until it is full.
+        """
         if self.heads is None:
-            return _own_bytes(self.own)
-        grown = -(-tokens // 256) * 256
-        bound = getattr(self.own, "max_size", getattr(self.own, "chunk_size", grown))
-        return self.heads.full_bytes(min(grown, bound))
+            return round(self.growth[0] * tokens) + self.growth[1]
+        return self.heads.full_bytes(_slots(self.own, tokens))
 
     def bytes(self, tokens: int) -> int:
         """Bytes of the cache in use after ``tokens`` tokens."""
@@ -54,22 +64,76 @@ class Part:
         return stored_bytes(self.cache.config, self.cache.plan, self.cache.step, self.heads, tokens)
 
 
+def _slots(own: Any, tokens: int) -> int:
+    """Tokens that a cache of `_KINDS` has room for after ``tokens`` tokens, fed one by one."""
+    grown = -(-tokens // own.step) * own.step
+    if isinstance(own, RotatingKVCache):
+        return min(grown, own.max_size)
+    if isinstance(own, ChunkedKVCache) and tokens > own.chunk_size + 1:
+        return own.chunk_size + own.step  # cut to the chunk, it takes a step for the next token
+    return grown
+
+
 def parts(model: Any, caches: list[Any]) -> list[Part]:
-    """The caches of a model with their shapes, from a forward pass built and never computed."""
-    own = _fed(model, 1)
-    flat: list[Part] = []
-    for cache, mine in zip(caches, own, strict=True):
-        flat += _parts(cache, mine)
-    if all(p.heads or isinstance(p.own, ArraysCache) for p in flat):
-        return flat
-    early, late = (
-        [p.own for cache in _fed(model, n) for p in _parts(cache, cache)] for n in (_FED, 2 * _FED)
-    )
-    for i, part in enumerate(flat):
-        if part.heads is None and not isinstance(part.own, ArraysCache):
-            first, second = _own_bytes(early[i]), _own_bytes(late[i])
-            flat[i] = replace(part, growth=((second - first) / _FED, 2 * first - second))
+    """The caches of a model with their shapes."""
+    own = _leaves(own_caches(model))
+    pairs = zip(_leaves(caches), own, _shapes(model), strict=True)
+    return [Part(cache, mine, *shape) for cache, mine, shape in pairs]
+
+
+def _leaves(caches: Iterable[Any]) -> list[Any]:
+    """The caches, and in place of each `CacheList` its members."""
+    flat: list[Any] = []
+    for cache in caches:
+        flat += _leaves(cache.caches) if hasattr(cache, "caches") else [cache]
     return flat
+
+
+def _shapes(model: Any) -> list[Shape]:
+    """What the model's own caches hold: built once a model, and again when its mark changes."""
+    if not isinstance(model, nn.Module):
+        return _built(model)
+    mark = hash(tuple(_mark(model)))
+    known = _known.get(id(model))
+    if known is None:
+        weakref.finalize(model, _known.pop, id(model), None)
+    if known is None or known[0] != mark:
+        known = _known[id(model)] = mark, _built(model)
+    return known[1]
+
+
+def _mark(node: Any) -> Iterator[Any]:
+    """What the shapes of a model's keys and values follow from: its modules, and their arrays.
+
+    It changes with ``set_dtype``, ``nn.quantize`` or LoRA.
+    """
+    if isinstance(node, mx.array):
+        yield node.dtype
+        yield node.shape
+    elif isinstance(node, dict | list):
+        yield type(node)
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _mark(child)
+
+
+def _built(model: Any) -> list[Shape]:
+    """The same, from forward passes that are built and never computed."""
+    shapes: list[Shape] = []
+    own = _leaves(_fed(model, 1))
+    for cache in own:
+        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+        if type(cache) in _KINDS and isinstance(keys, mx.array) and isinstance(values, mx.array):
+            heads = Heads(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+            shapes.append((heads, (0.0, 0)))
+        else:
+            shapes.append((None, (0.0, _own_bytes(cache))))
+    unknown = [i for i, c in enumerate(own) if not (shapes[i][0] or isinstance(c, ArraysCache))]
+    if unknown:
+        early, late = (_leaves(_fed(model, n)) for n in (_FED, 2 * _FED))
+        for i in unknown:
+            first, second = _own_bytes(early[i]), _own_bytes(late[i])
+            shapes[i] = None, ((second - first) / _FED, 2 * first - second)
+    return shapes
 
 
 def _fed(model: Any, tokens: int) -> list[Any]:
@@ -80,17 +144,6 @@ def _fed(model: Any, tokens: int) -> list[Any]:
     except Exception:  # a model that needs more than tokens: shapes stay unknown
         return own_caches(model)
     return own
-
-
-def _parts(cache: Any, own: Any) -> list[Part]:
-    if hasattr(own, "caches"):
-        pairs = zip(cache.caches, own.caches, strict=True)
-        return [part for a, b in pairs for part in _parts(a, b)]
-    keys, values = getattr(own, "keys", None), getattr(own, "values", None)
-    heads = None
-    if isinstance(keys, mx.array) and isinstance(values, mx.array):
-        heads = Heads(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-    return [Part(cache, own, heads)]
 
 
 def _own_bytes(own: Any) -> int:
@@ -126,6 +179,8 @@ def unconverted(
     model: Any, caches: list[Any], *, flat: list[Part] | None = None, tokens: int = LONG
 ) -> list[str]:
     """One line for each kind of cache that was left as the model made it."""
+    if all(isinstance(cache, QuantizedStreamingCache) for cache in _leaves(caches)):
+        return []  # without shapes
     flat = parts(model, caches) if flat is None else flat
     kinds: dict[str, list[Part]] = {}
     for part in flat:
@@ -183,15 +238,17 @@ def _full(tokens: int):
     return lambda part: part.full_bytes(tokens)
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Bytes for people, decimal units."""
     if count < 1000:
         return f"{count} B"
-    for unit in ("kB", "MB", "GB", "TB"):
+    for unit in ("kB", "MB", "GB"):
         count /= 1000
-        if count < 999.5 or unit == "TB":
-            return f"{count:.1f} {unit}" if count < 100 else f"{count:.0f} {unit}"
-    raise AssertionError
+        if count < 999.5:
+            break
+    else:
+        count, unit = count / 1000, "TB"
+    return f"{count:.1f} {unit}" if count < 100 else f"{count:.0f} {unit}"
 
 
 def seen(caches: list[Any]) -> int:

@@ -50,11 +50,14 @@ def test_recurrent_state_is_left_alone_and_its_bytes_are_said(name: str, layers:
 
 def test_chunked_attention_is_left_alone_and_its_bytes_are_said() -> None:
     text, caches = left_alone("llama4")
-    settings = models.CONFIGS["llama4"]["text_config"]
-    values = settings["num_key_value_heads"] * settings["head_dim"] * 2
-    size = 3 * settings["attention_chunk_size"] * values * 4
-    assert share(text, "ChunkedKVCache")[:2] == ("3 of 4", report.size(size))
-    assert sum(isinstance(cache, ChunkedKVCache) for cache in caches) == 3
+    model = models.build("llama4")
+    own = model.make_cache()
+    for length in (TOKENS - 1, 1):  # as mlx_lm feeds a prompt
+        mx.eval(model(mx.zeros((1, length), mx.int32), cache=own))
+    chunked = [cache for cache in own if isinstance(cache, ChunkedKVCache)]
+    size = report.size(sum(cache.nbytes for cache in chunked))
+    assert share(text, "ChunkedKVCache")[:2] == ("3 of 4", size)
+    assert sum(isinstance(cache, ChunkedKVCache) for cache in caches) == len(chunked) == 3
 
 
 @pytest.mark.skipif("deepseek_v41" not in models.names(), reason="this mlx-lm has no deepseek_v41")

@@ -42,6 +42,7 @@ def make_prompt_cache(
     Raises:
         ValueError: if both ``max_kv_size`` and the policy give a window, or a layer is named
             that the model does not have, or the policy re-positions and the model can't.
+        UnsupportedError: if this mlx or mlx_lm is not one that is supported.
     """
     # Packed caches need mlx_lm's attention to know them; `unpatch` undoes this too.
     hooks.attention.hold("make_prompt_cache")

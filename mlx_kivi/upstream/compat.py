@@ -101,7 +101,7 @@ def restore(record: Record) -> Any:
         return cls.from_state(*([record.state] if record.meta is None else _both(record)))
     if record.kind not in _STATE:
         raise ValueError(f"its {record.kind} was saved with another generation of mlx-lm")
-    cache = cls.__new__(cls)
+    cache: Any = object.__new__(cls)
     vars(cache).update(_attributes(record))
     return cache
 
@@ -140,7 +140,8 @@ def _with_scalars(arrays: dict[str, mx.array], listed: list[list[str]]) -> dict[
         if kind == "scalar":
             out[name] = arrays[name].item()
         elif kind == "string":
-            out[name] = "".join(chr(i) for i in arrays[name].tolist())
+            codes: Any = arrays[name].tolist()
+            out[name] = "".join(map(chr, codes))
         elif kind == "none":
             out[name] = None
         else:

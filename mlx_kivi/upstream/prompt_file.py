@@ -42,12 +42,14 @@ def save_prompt_cache(
 
     Raises:
         PromptFileError: if it can't be written.
+        UnsupportedError: if this mlx or mlx_lm is not one that is supported.
     """
+    save = hooks.attention.original("save_prompt_cache")
     path = _named(file_name)
     place = os.path.realpath(path)
     beside = f"{place.removesuffix(_SUFFIX)}.{secrets.token_hex(4)}.tmp{_SUFFIX}"
     try:
-        hooks.attention.original("save_prompt_cache")(beside, cache, metadata or {})
+        save(beside, cache, metadata or {})
         os.replace(beside, place)
     except (OSError, RuntimeError) as error:
         raise PromptFileError(f"{path}: can't be written ({_line(error)})") from None
@@ -67,6 +69,7 @@ def load_prompt_cache(
 
     Raises:
         PromptFileError: for a file that is missing, cut short, of another kind or tampered with.
+        UnsupportedError: if this mlx or mlx_lm is not one that is supported.
     """
     records, metadata = _read(file_name)
     caches = _restore(file_name, records)
@@ -151,7 +154,8 @@ def _read(file_name: str | os.PathLike[str]) -> tuple[list[compat.Record], dict[
     if not os.path.isfile(path):
         raise PromptFileError(f"{path}: no such file")
     try:
-        arrays, header = mx.load(path, return_metadata=True)
+        loaded: Any = mx.load(path, return_metadata=True)
+        arrays, header = loaded
         mx.eval(arrays)  # now, not when the file may have changed
         return compat.read(arrays, header)
     except Exception as error:  # the file may be anything

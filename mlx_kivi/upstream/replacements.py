@@ -8,17 +8,39 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models import base, gpt2, gpt_bigcode
 from mlx_lm.models import cache as caches
+from packaging.version import Version
 
 from .. import hooks
 from ..cache.attention import CacheHandle, attend_handle
-from ..hooks import Hook
+from ..hooks import Hook, UnsupportedError
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from . import speculation
 
+# Before it, numbers on Metal are wrong in silence: dequantize of a slice that is not contiguous
+# (mlx#4370), quantized_matmul(transpose=False) over 1,024 rows or more (mlx#4250, #3480, #4201).
+_OLDEST_MLX = "0.32.2"
+
+
+def _check_mlx() -> None:
+    """Refuse an mlx that is too old; a development build counts as its release.
+
+    Raises:
+        UnsupportedError: names the version found and the mend.
+    """
+    found: str = getattr(mx, "__version__")  # which mlx's stubs leave out
+    if Version(found).release < Version(_OLDEST_MLX).release:
+        raise UnsupportedError(
+            f"mlx {found} computes packed attention wrong: install mlx {_OLDEST_MLX} or "
+            "newer (pip install -U mlx)"
+        )
+
 
 def _replacements() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
+    _check_mlx()
+
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
         from mlx_kivi.upstream.replacements import dispatch_attention
 

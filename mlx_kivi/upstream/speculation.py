@@ -1,7 +1,9 @@
-"""Drafts that are checked in one call, for models that get arrays from a packed cache.
+"""Drafts that are checked in one call: what keeps them from changing tokens.
 
-Arrays show all rows of a call the same tokens. When a group is packed midway, the rows after that
-point would still see it unpacked, and single steps would not: such a call is made in two.
+Handles show each row of a call of up to 32 tokens what a single step would see, and as many
+tokens can be taken back: more drafts are refused. Arrays show all rows the same tokens: when a
+group is packed midway, the rows after that point would still see it unpacked, so that a call of a
+model that gets arrays is made in two there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import hooks
+from ..config import TRIM_MARGIN, KVCacheConfig
 from ..models.factory import ours
 from ..models.probe import takes_packed
 
@@ -67,20 +70,36 @@ def hook() -> hooks.Hook:
     return hooks.Hook(
         importlib.import_module("mlx_lm.generate").speculative_generate_step,
         speculative_generate_step,
-        needs=("prompt", "model", "draft_model", "prompt_cache"),
+        needs=("prompt", "model", "draft_model", "num_draft_tokens", "prompt_cache"),
     )
 
 
 def dispatch(*args: Any, **kwargs: Any) -> Iterator[Any]:
-    """``speculative_generate_step``, its model called so that drafts change no token."""
+    """``speculative_generate_step``, its model called so that drafts change no token.
+
+    Raises:
+        ValueError: for 32 drafts or more with a cache of ours that is packed or bounded.
+    """
     original = hooks.attention.original(_NAME)
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    signature = inspect.signature(original)
+    given = signature.bind(*args, **kwargs).arguments
     model, caches = given["model"], given.get("prompt_cache")
-    if not takes_packed(model):
-        if caches is None:
-            caches = make_prompt_cache(model)
-            if len(caches) != len(model.layers):
-                return original(**given)  # which tells two models' caches apart by that
-            caches += make_prompt_cache(given["draft_model"])
-        given |= {"model": Stepwise(model, given["prompt"].size - 1), "prompt_cache": caches}
+    if caches is None:
+        caches = make_prompt_cache(model)
+        # mlx_lm tells two models' caches apart by the number of layers.
+        if len(caches) == len(model.layers):
+            given["prompt_cache"] = caches = caches + make_prompt_cache(given["draft_model"])
+    drafts = given.get("num_draft_tokens", signature.parameters["num_draft_tokens"].default)
+    if drafts >= TRIM_MARGIN and any(_changes(cache.config) for cache in ours(caches)):
+        raise ValueError(
+            f"num_draft_tokens={drafts}: use {TRIM_MARGIN - 1} or fewer, which a packed or bounded "
+            "cache can take back"
+        )
+    if given.get("prompt_cache") is not None and not takes_packed(model):
+        given["model"] = Stepwise(model, given["prompt"].size - 1)
     return original(**given)
+
+
+def _changes(config: KVCacheConfig) -> bool:
+    """Whether what a cache shows of a token changes as others follow."""
+    return config.quantized or config.window is not None

@@ -1,0 +1,174 @@
+"""Bytes that are said of mlx_lm's own caches, and what is asked of a model for them."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.models.llama import Model
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import mlx_kivi
+from mlx_kivi import KVCacheConfig, report
+from mlx_kivi.cache.sizes import Heads
+
+UnconvertedCacheWarning = importlib.import_module("mlx_kivi.patch").UnconvertedCacheWarning
+INT4 = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, window=90)
+HEADS = Heads(count=2, key_dim=3, value_dim=1, dtype=mx.float16)
+CHUNKS = (1, 100, 255, 256, 257, 300, 512)
+WINDOWS = (*CHUNKS, 600)
+
+
+def feed(cache: Any, tokens: int) -> int:
+    """Its bytes after ``tokens`` more tokens, in one call as models make it."""
+    if isinstance(cache, ChunkedKVCache):
+        cache.maybe_trim_front()
+    cache.update_and_fetch(
+        mx.zeros((1, 2, tokens, 3), mx.float16), mx.zeros((1, 2, tokens, 1), mx.float16)
+    )
+    mx.eval(cache.keys, cache.values)
+    return cache.nbytes
+
+
+def said(cache: Any, tokens: int) -> int:
+    return report.Part(cache, cache, HEADS).full_bytes(tokens)
+
+
+def empty() -> list[Any]:
+    rotating = [RotatingKVCache(max_size=size, keep=min(4, size - 1)) for size in WINDOWS]
+    return [KVCache(), *rotating, *map(ChunkedKVCache, CHUNKS)]
+
+
+@pytest.mark.parametrize("kind", range(len(empty())))
+def test_what_is_said_of_mlx_lms_caches_is_what_they_hold(kind: int) -> None:
+    cache = empty()[kind]
+    held = [feed(cache, 1) for _ in range(1100)]
+    assert [said(cache, tokens) for tokens in range(1, 1101)] == held
+
+
+@pytest.mark.parametrize("step", [256, 512, 2048])
+def test_a_prompt_leaves_the_same_once_a_token_follows(step: int) -> None:
+    """mlx_lm feeds all but the last token in steps, then one by one."""
+    for prompt in (1, 99, 255, 256, 257, 300, 511, 512, 513, 1000, 2048, 2049, 2500):
+        for cache in empty():
+            for start in range(0, prompt, step):
+                feed(cache, min(step, prompt - start))
+            for tokens in range(prompt + 1, prompt + 4):
+                held, figure = feed(cache, 1), said(cache, tokens)
+                if isinstance(cache, RotatingKVCache) and tokens < cache.max_size:
+                    assert abs(held - figure) < HEADS.full_bytes(256)
+                else:
+                    assert held == figure
+
+
+# Once a model
+
+
+class Counted(Model):
+    """A llama that counts its calls."""
+
+    __module__ = Model.__module__  # the tables know it: it is not probed
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+class Hybrid(Counted):
+    """One that has recurrent state besides: what it takes is said in a warning."""
+
+    __module__ = Model.__module__
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache(), ArraysCache(1)]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        self.calls += 1
+        x = self.layers[0].self_attn.k_proj(self.model.embed_tokens(inputs))
+        cache[0].update_and_fetch(x[:, None], x[:, None])
+        cache[1][0] = x[:, -1]
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    mlx_kivi.unpatch()
+
+
+def text(model: nn.Module) -> str:
+    return mlx_kivi.describe(model, mlx_kivi.make_prompt_cache(model, INT4))
+
+
+def test_new_caches_ask_nothing_of_a_model_whose_caches_are_all_ours(tiny_llama: Model) -> None:
+    model = Counted(tiny_llama.args)
+    with mlx_kivi.patched(INT4):
+        make_prompt_cache(model)
+    assert model.calls == 0
+
+
+def test_a_model_is_asked_once(tiny_llama: Model) -> None:
+    model, hybrid = Counted(tiny_llama.args), Hybrid(tiny_llama.args)
+    assert len({text(model) for _ in range(3)}) == 1
+    assert model.calls == 1
+    with mlx_kivi.patched(INT4):
+        for _ in range(3):
+            with pytest.warns(UnconvertedCacheWarning, match="ArraysCache, .* 256 B .* at 32,768"):
+                make_prompt_cache(hybrid)
+    assert hybrid.calls == 1
+    assert "ArraysCache" in text(hybrid) and hybrid.calls == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.set_dtype(mx.float16),
+        lambda model: nn.quantize(model, group_size=32, bits=4),
+        lambda model: linear_to_lora_layers(model, 2, {"rank": 4, "scale": 1.0, "dropout": 0.0}),
+        lambda model: model.layers.append(model.layers[0]),
+    ],
+    ids=["set_dtype", "quantize", "lora", "a layer more"],
+)
+def test_a_model_is_asked_again_once_it_has_changed(
+    change: Callable[[nn.Module], Any], tiny_llama: Model
+) -> None:
+    model, fresh = Counted(tiny_llama.args), Counted(tiny_llama.args)
+    text(model)
+    for one in (model, fresh):
+        change(one)
+    assert text(model) == text(fresh) == text(model)
+    assert model.calls == 2
+
+
+def test_half_the_precision_takes_half_the_bytes(tiny_llama: Model) -> None:
+    model = Counted(tiny_llama.args)
+    assert "instead of 33.6 MB" in text(model)
+    model.set_dtype(mx.bfloat16)
+    assert "instead of 16.8 MB" in text(model)
+
+
+def test_what_is_kept_of_a_model_goes_with_it(tiny_llama: Model) -> None:
+    model = Hybrid(tiny_llama.args)
+    model.ballast = mx.zeros((2**22,))  # 16 MB
+    mx.eval(model.parameters())
+    text(model)
+    key, ref, held = id(model), weakref.ref(model), mx.get_active_memory()
+    assert key in report._known
+    del model
+    gc.collect()
+    assert ref() is None and key not in report._known
+    assert mx.get_active_memory() <= held - 2**24

@@ -16,6 +16,10 @@ from types import FunctionType
 from typing import Any
 
 
+class UnsupportedError(RuntimeError):
+    """A version of mlx or mlx_lm that this package can't work with: one line, with the mend."""
+
+
 class Hook:
     """One function of mlx_lm and what runs in its place.
 
@@ -26,7 +30,7 @@ class Hook:
         needs: Parameters that have to be there, in this order, whatever others are.
 
     Raises:
-        RuntimeError: if the parameters differ: this mlx_lm is not one that is supported.
+        UnsupportedError: if the parameters differ: this mlx_lm is not one that is supported.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Hook:
         if needs:
             theirs, ours = [name for name in theirs if name in needs], list(needs)
         if theirs != ours:
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"this mlx-lm is not supported: {function.__module__}.{function.__name__} takes "
                 f"({', '.join(theirs)}), not ({', '.join(ours)}); install mlx-lm 0.31.3 to 0.32.x"
             )

@@ -12,7 +12,7 @@ from mlx_lm.models import cache as mlx_caches
 
 from . import hooks
 from .config import KVCacheConfig
-from .hooks import Hook, HookSet
+from .hooks import Hook, HookSet, UnsupportedError
 from .models.factory import build
 from .report import unconverted
 from .upstream import replacements  # noqa: F401 - tells the hooks what they install
@@ -46,7 +46,7 @@ def patch(config: KVCacheConfig | None = None, **fields: Any) -> None:
     Raises:
         ValueError: for a bad field.
         TypeError: for an unknown one, or both a config and fields.
-        RuntimeError: if this mlx_lm is not one that is supported; nothing is changed then.
+        UnsupportedError: if this mlx_lm is not one that is supported; nothing is changed then.
     """
     global _patched_config
     chosen = _as_config(config, fields)
@@ -83,7 +83,7 @@ def _hold(holder: Any) -> None:
     hooks.attention.hold(holder)
     try:
         _factory.hold(holder)
-    except RuntimeError:
+    except UnsupportedError:
         hooks.attention.release(holder)
         raise
 

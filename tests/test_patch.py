@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
-from mlx_kivi.hooks import Hook, HookSet
+from mlx_kivi.hooks import Hook, HookSet, UnsupportedError
 from mlx_kivi.patch import UnconvertedCacheWarning
 
 patch_module = importlib.import_module("mlx_kivi.patch")
@@ -318,12 +318,12 @@ def test_an_mlx_lm_of_another_shape_is_refused_and_left_alone(
         monkeypatch.setattr(patch_module, "_factory", broken)
     else:
         monkeypatch.setattr(hooks, "attention", broken)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         mlx_kivi.patch(INT4)
     message = str(caught.value)
     assert "this mlx-lm is not supported" in message and "\n" not in message
     assert "model, max_kv_size, layout" in message and "install mlx-lm 0.31.3" in message
-    with pytest.raises(RuntimeError), mlx_kivi.patched(INT4):
+    with pytest.raises(UnsupportedError), mlx_kivi.patched(INT4):
         pass
     monkeypatch.undo()
     assert snapshot(every_module) == before
@@ -336,7 +336,7 @@ def test_a_hook_of_any_parameters_needs_those_that_it_reads() -> None:
     def ours(*args: Any, **kwargs: Any) -> None: ...
 
     Hook(theirs, ours, needs=("prompt",))
-    with pytest.raises(RuntimeError, match="takes \\(prompt\\), not \\(prompt, model\\)"):
+    with pytest.raises(UnsupportedError, match="takes \\(prompt\\), not \\(prompt, model\\)"):
         Hook(theirs, ours, needs=("prompt", "model"))
 
 

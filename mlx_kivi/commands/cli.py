@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config import KVCacheConfig
+from ..hooks import UnsupportedError
 from . import flags
 
 
@@ -68,6 +69,8 @@ def one_line_errors(prog: str) -> Iterator[None]:
         yield
     except CommandError as error:
         fail(prog, str(error), error.code)
+    except UnsupportedError as error:
+        fail(prog, str(error), 1)
     except KeyboardInterrupt:
         fail(prog, "stopped", 130)
     except BrokenPipeError:

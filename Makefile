@@ -33,6 +33,7 @@ test: model
 
 lint: env
 	.venv/bin/ruff check
+	.venv/bin/mypy
 
 model: env
 	.venv/bin/python scripts/get_model.py

@@ -102,7 +102,7 @@ def to_tinygpt(source: Path, target: Path, dtype: str | None) -> str:
     weights: dict[str, Any] = {}
     for path in sorted(source.glob("model*.safetensors")):
         try:
-            weights.update(mx.load(str(path)))  # type: ignore[arg-type]
+            weights.update(mx.load(str(path)))  # type: ignore[arg-type]  # a dictionary
         except RuntimeError as error:
             raise TinyGPTError(path, "file", str(error).splitlines()[0]) from None
     if not weights:

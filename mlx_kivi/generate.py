@@ -19,13 +19,14 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from . import hooks, report
-from .commands import cli, loading
+from .commands import cli, flags, loading
 from .commands.flags import in_flags
-from .config import TRIM_MARGIN, KVCacheConfig
+from .config import TRIM_MARGIN, KVCacheConfig, with_max_kv_size
 from .models import learned_positions
 from .models.architectures import own_caches
 from .models.factory import build, ours
 from .patch import patched
+from .quantized_streaming_cache import QuantizedStreamingCache
 from .upstream import prompt_file
 
 PROG = "mlx_kivi.generate"
@@ -100,21 +101,9 @@ def _generate(
     """mlx_lm's ``generate``, told before and after what the cache is."""
     verbose = kwargs.get("verbose", False)
     draft = kwargs.get("draft_model")
-    caches = kwargs.get("prompt_cache")
-    if caches is not None and any(ours(caches)):
-        _check_file(args, model, draft, caches)
-    if config is not None:
-        try:
-            built = build(model, config)
-            if caches is not None:
-                prompt_file.check(caches, built)
-            else:
-                caches = built + ([] if draft is None else build(draft, config))
-        except ValueError as error:
-            raise cli.CommandError(in_flags(str(error)), 2) from None
-        kwargs["prompt_cache"] = caches
+    caches = _caches(args, config, model, draft, kwargs.get("prompt_cache"))
+    kwargs["prompt_cache"] = caches
     packed = caches is not None and any(ours(caches))
-    told = verbose and packed
     if packed and draft is not None and args.num_draft_tokens >= TRIM_MARGIN:
         raise cli.CommandError(
             f"--num-draft-tokens {args.num_draft_tokens}: use {TRIM_MARGIN - 1} or fewer, which a "
@@ -122,14 +111,14 @@ def _generate(
             2,
         )
     main_caches = None if caches is None else caches[: len(caches) - _draft_count(draft)]
-    if told:
+    if main_caches is not None and verbose and (packed or config is not None):
         if hints:
             print(f"Defaults from the model file: {' '.join(hints)}")
         print(report.describe(model, main_caches, len(prompt) + report.seen(main_caches)))
         if line := learned_positions.describe(model, main_caches):
             print(line)
-    if told and draft is None and len(prompt) > 2 * kwargs.get("prefill_step_size", 2048):
-        kwargs["prompt_progress_callback"] = _progress_bar(len(prompt))
+        if packed and draft is None and len(prompt) > 2 * kwargs.get("prefill_step_size", 2048):
+            kwargs["prompt_progress_callback"] = _progress_bar(len(prompt))
     end = _end_of_table(model, main_caches, draft, len(prompt))
     cut = end is not None and not 0 <= kwargs["max_tokens"] <= end
     if cut:
@@ -139,30 +128,99 @@ def _generate(
         text = mlx_call(model, tokenizer, prompt, **kwargs)
     if cut and (ahead.used or draft is not None):
         print(learned_positions.ended(model), file=sys.stdout if verbose else sys.stderr)
-    if told:
+    if main_caches is not None and verbose and packed:
         print(report.summary(model, main_caches))
     return text
 
 
-def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[Any]) -> None:
-    """Refuse flags of mlx_lm's that caches of ours from a file contradict, or can't serve."""
-    if len(caches) != len(own_caches(model)) + _draft_count(draft) and draft is not None:
-        raise cli.CommandError(
-            "--prompt-cache-file has no caches for the draft model: leave --draft-model out", 2
-        )
-    policy = next(ours(caches)).config
-    held = None if policy.window is None else policy.sink + policy.window
-    for flag, value, fits in (
-        ("--kv-bits", args.kv_bits, False),
-        ("--max-kv-size", args.max_kv_size, args.max_kv_size == held),
-        ("--kv-group-size", args.given_group_size, args.given_group_size == policy.group_size),
-    ):
-        if value is not None and not fits:
+def _caches(
+    args: argparse.Namespace,
+    config: KVCacheConfig | None,
+    model: Any,
+    draft: Any,
+    caches: list[Any] | None,
+) -> list[Any] | None:
+    """The caches to generate with: those of a file, which the flags must fit, or the policy's."""
+    if caches is None:
+        return None if config is None else _built(args, config, model, draft)
+    if config is None and not any(ours(caches)):
+        return caches
+    count = len(own_caches(model)) + _draft_count(draft)
+    if len(caches) != count:
+        wrong, mend = f"{len(caches)} caches, the model {count}", "use the model it was made with"
+        if draft is not None:
+            wrong, mend = "no caches for the draft model", "leave --draft-model out"
+        raise cli.CommandError(f"--prompt-cache-file has {wrong}: {mend}", 2)
+    if config is None or not flags.asked(args):
+        _check_file(args, model, draft, caches)
+        return caches
+    try:
+        prompt_file.check(caches, _built(args, config, model, draft))
+    except ValueError as error:
+        raise cli.CommandError(in_flags(str(error)), 2) from None
+    return caches
+
+
+def _built(args: argparse.Namespace, config: KVCacheConfig, model: Any, draft: Any) -> list[Any]:
+    """The policy's caches for the model, and those for its draft after them."""
+    caches = []
+    for each in [model] if draft is None else [model, draft]:
+        table, size = learned_positions.table_size(each), args.max_kv_size
+        if table is not None and size is not None and size > table:
             raise cli.CommandError(
-                f"{flag} {value} contradicts --prompt-cache-file ({policy.describe()}): leave it "
-                "out, or make the file again",
+                f"--max-kv-size {size} is more than the model's learned position table "
+                f"(ctx = {table}): use --max-kv-size {table} or less",
                 2,
             )
+        try:
+            caches += build(each, config)
+        except ValueError as error:
+            raise cli.CommandError(in_flags(str(error)), 2) from None
+    return caches
+
+
+def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[Any]) -> None:
+    """Refuse flags of mlx_lm's that caches from a file contradict, or can't serve.
+
+    Each is compared with what it would give this model, cache by cache: a window that the model
+    was trained with stays, whatever the flag.
+    """
+    held, group, size = list(ours(caches)), args.given_group_size, args.max_kv_size
+    if args.kv_bits is not None and held:
+        raise _contradicts("--kv-bits", args.kv_bits, held[0])
+    for cache in held:
+        if group is not None and cache.config.quantized and cache.config.group_size != group:
+            raise _contradicts("--kv-group-size", group, cache)
+    if size is None:
+        return
+    expected = _built(args, with_max_kv_size(KVCacheConfig(), size), model, draft)
+    for pair in zip(caches, expected, strict=True):
+        for cache, wanted in zip(*(getattr(c, "caches", [c]) for c in pair), strict=True):
+            if isinstance(wanted, QuantizedStreamingCache) and _bound(cache) != _bound(wanted):
+                raise _contradicts("--max-kv-size", size, cache)
+
+
+def _bound(cache: Any) -> tuple[int, int] | None:
+    """Sinks and window of a cache, ours or mlx_lm's; None if it keeps every token."""
+    if isinstance(cache, QuantizedStreamingCache):
+        return None if cache.config.window is None else (cache.config.sink, cache.config.window)
+    size = getattr(cache, "max_size", None)
+    return None if size is None else (cache.keep, size - cache.keep)
+
+
+def _contradicts(flag: str, value: int, cache: Any) -> cli.CommandError:
+    if isinstance(cache, QuantizedStreamingCache):
+        policy = cache.config.describe()
+    else:
+        bound = _bound(cache)
+        policy = f"{type(cache).__name__}, " + (
+            "no window" if bound is None else f"sinks {bound[0]}, window {bound[1]}"
+        )
+    return cli.CommandError(
+        f"{flag} {value} contradicts --prompt-cache-file ({policy}): leave it out, or make the "
+        "file again",
+        2,
+    )
 
 
 def _end_of_table(model: Any, caches: list[Any] | None, draft: Any, prompt: int) -> int | None:

@@ -144,11 +144,11 @@ def run(args: argparse.Namespace, given: KVCacheConfig | None, hints: list[str])
         end = learned_positions.tokens_to_come(model, caches, len(ids))
     except ValueError as error:
         raise CommandError(in_flags(str(error)), 2) from None
-    if given is not None:
+    if caches is not None and given is not None:
         if hints:
             _note(f"Defaults from the model file: {' '.join(hints)}")
         _note(report.describe(model, caches, len(ids)))
-    if args.kv_preallocate:
+    if caches is not None and args.kv_preallocate:
         _preallocate(caches, learned_positions.table_size(model), len(ids) + args.tokens)
 
     start = time.perf_counter()
@@ -218,7 +218,7 @@ def generated(
         mx.async_eval(token)
         if n != end:
             logits = feed(token)
-        yield token.item()
+        yield int(token)
 
 
 def _quantize(model: Any, bits: int, group: int) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from ..config import KVCacheConfig
 from ..hooks import UnsupportedError
@@ -31,7 +31,11 @@ def extend(parser: argparse.ArgumentParser, prog: str) -> None:
 
 def one_line_usage(parser: argparse.ArgumentParser) -> None:
     """No usage text before what is wrong."""
-    parser.error = lambda message: fail(parser.prog, f"{message} (--help lists the flags)", 2)
+
+    def error(message: str) -> NoReturn:
+        fail(parser.prog, f"{message} (--help lists the flags)", 2)
+
+    parser.error = error  # type: ignore[method-assign]  # mlx_lm has made the parser
 
 
 def parse(
@@ -85,7 +89,8 @@ def one_line_errors(prog: str) -> Iterator[None]:
         fail(prog, text, 1)
 
 
-def fail(prog: str, message: str, code: int) -> None:
+def fail(prog: str, message: str, code: int) -> NoReturn:
+    """One line on stderr, and the end."""
     sys.stdout.flush()
     print(f"{prog}: error: {message}", file=sys.stderr)
     sys.exit(code)

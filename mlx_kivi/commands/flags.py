@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ..config import BITS, PRESETS, KVCacheConfig, listed, with_max_kv_size
 
@@ -46,8 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """What flags of ours give: fields of the policy, and the ``name`` that --kv-quantize names."""
+    given = {
+        "name": args.kv_quantize,
+        "k_bits": args.kv_key_bits,
+        "v_bits": args.kv_value_bits,
+        "residual_length": args.kv_residual,
+        "sink": args.streaming_llm_sink,
+        "window": args.streaming_llm_window,
+        "reposition": args.streaming_llm_reposition or None,
+    }
+    return {field: value for field, value in given.items() if value is not None}
+
+
 def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheConfig | None:
-    """The policy that the flags ask for; None if none of ours was given.
+    """The policy that the flags ask for; None if neither a flag of ours nor a bound was given.
 
     Args:
         args: What a parser with `add_arguments` and mlx_lm's own flags returned.
@@ -56,39 +71,36 @@ def from_arguments(args: argparse.Namespace, group_size: int | None) -> KVCacheC
     Raises:
         ValueError: one line that names the flag and the mend.
     """
-    given = {
-        "k_bits": args.kv_key_bits,
-        "v_bits": args.kv_value_bits,
-        "residual_length": args.kv_residual,
-        "sink": args.streaming_llm_sink,
-        "window": args.streaming_llm_window,
-        "reposition": args.streaming_llm_reposition or None,
-    }
-    given = {field: value for field, value in given.items() if value is not None}
-    if not given and args.kv_quantize is None:
+    given, size = asked(args), args.max_kv_size
+    if not given and size is None:
         return None
-    if getattr(args, "kv_bits", None) is not None:
+    bits = getattr(args, "kv_bits", None)
+    if bits is not None and given:
         raise ValueError(
             "--kv-bits is mlx_lm's own cache and excludes the flags of this one: use --kv-quantize"
         )
-    if args.streaming_llm_window is not None and args.max_kv_size is not None:
+    if bits is not None:
+        raise ValueError(
+            f"--kv-bits {bits} is mlx_lm's own cache, which --max-kv-size {size} can't bound: use "
+            "--kv-quantize NAME with --max-kv-size"
+        )
+    if "window" in given and size is not None:
         raise ValueError("--max-kv-size and --streaming-llm-window both bound the cache: use one")
-    bounded = args.streaming_llm_window is not None or args.max_kv_size is not None
-    if args.streaming_llm_sink is not None and not bounded:
+    bounded = "window" in given or size is not None
+    if "sink" in given and not bounded:
         raise ValueError("--streaming-llm-sink needs --streaming-llm-window M")
-    if args.streaming_llm_reposition and not bounded:
+    if "reposition" in given and not bounded:
         raise ValueError("--streaming-llm-reposition needs --streaming-llm-window M")
     if group_size is not None:
         given["group_size"] = group_size
     try:
-        name = "none" if args.kv_quantize is None else args.kv_quantize
-        config = KVCacheConfig.from_name(name, **given)
+        config = KVCacheConfig.from_name(given.pop("name", "none"), **given)
     except ValueError as error:
         raise ValueError(in_flags(str(error))) from None
-    if args.kv_residual is not None and not config.quantized:
+    if "residual_length" in given and not config.quantized:
         raise ValueError("--kv-residual is for packed caches: add --kv-quantize NAME")
     try:
-        return with_max_kv_size(config, args.max_kv_size)
+        return with_max_kv_size(config, size)
     except ValueError as error:
         raise ValueError(str(error).replace("max_kv_size=", "--max-kv-size ")) from None
 

@@ -37,7 +37,7 @@ class ByteDetokenizer(StreamingDetokenizer):
         self._pieces.append(self._decoder.decode(b"", final=True))
 
     @property
-    def text(self) -> str:
+    def text(self) -> str:  # type: ignore[override]  # a property in mlx_lm's too
         """All that is whole so far."""
         return "".join(self._pieces)
 

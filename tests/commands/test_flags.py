@@ -22,7 +22,7 @@ def flags(*argv: str) -> KVCacheConfig | None:
 
 def test_without_a_flag_of_ours_there_is_no_policy() -> None:
     assert flags() is None
-    assert flags("--kv-bits", "4", "--kv-group-size", "32", "--max-kv-size", "100") is None
+    assert flags("--kv-bits", "4", "--kv-group-size", "32") is None
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,7 @@ def test_without_a_flag_of_ours_there_is_no_policy() -> None:
             "--streaming-llm-window 100 --streaming-llm-sink 0",
             KVCacheConfig(window=100, sink=0),
         ),
+        ("--max-kv-size 104", KVCacheConfig(window=100)),
         ("--kv-quantize int2 --max-kv-size 104", KVCacheConfig.from_name("int2", window=100)),
         (
             "--kv-quantize int2 --max-kv-size 104 --streaming-llm-sink 8",
@@ -81,6 +82,11 @@ def test_flags_give_the_policy_they_name(argv: str, expected: KVCacheConfig) -> 
             "--max-kv-size and --streaming-llm-window",
             "use one",
         ),
+        ("--max-kv-size 99 --kv-bits 4", "--kv-bits 4", "--kv-quantize NAME with --max-kv-size"),
+        ("--max-kv-size 99 --kv-bits 4", "--max-kv-size 99", "--kv-quantize NAME"),
+        ("--max-kv-size 4", "--max-kv-size 4", "more than the 4 sinks"),
+        ("--max-kv-size 0", "--max-kv-size 0", "more than the 4 sinks"),
+        ("--max-kv-size 99 --kv-residual 8", "--kv-residual", "--kv-quantize"),
         ("--kv-quantize int4 --max-kv-size 4", "--max-kv-size 4", "more than the 4 sinks"),
         ("--kv-quantize int4 --max-kv-size 0", "--max-kv-size 0", "more than the 4 sinks"),
         ("--kv-quantize int4 --max-kv-size -9", "--max-kv-size -9", "more than the 4 sinks"),

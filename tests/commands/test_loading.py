@@ -78,7 +78,7 @@ def test_int4_sinks_and_window_run_packed_beyond_the_table(run, make_file):
     assert "not packed" not in said
 
 
-@pytest.mark.parametrize("flags", [[], ["--kv-quantize", "int8"], ["--max-kv-size", "64"]])
+@pytest.mark.parametrize("flags", [[], ["--kv-quantize", "int8"]])
 @pytest.mark.parametrize("tokens", [-1, 300, 77])
 def test_without_streaming_the_text_stops_at_the_table_and_says_so(run, make_file, flags, tokens):
     path = make_file(ctx=80)

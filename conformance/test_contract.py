@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import KVCache
+
+from mlx_kivi import QuantizedStreamingCache
 
 from .common import arrays_in
 from .contract.kinds import (

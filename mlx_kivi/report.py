@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from .cache.sizes import Heads, stored_bytes
+from .cache.layout import Plan, can_pack, plan_for
+from .cache.sizes import Heads, best_plan, stored_bytes
 from .config import value_group
 from .models.architectures import own_caches
 from .models.factory import ours
@@ -61,7 +62,21 @@ class Part:
         """Bytes of the cache in use after ``tokens`` tokens."""
         if not self.ours or self.heads is None:
             return self.full_bytes(tokens)
-        return stored_bytes(self.cache.config, self.cache.plan, self.cache.step, self.heads, tokens)
+        return stored_bytes(self.cache.config, self.plan, self.cache.step, self.heads, tokens)
+
+    @property
+    def plan(self) -> Plan:
+        """The sizes of a cache of ours: an empty one has yet to find whether packing pays."""
+        if self.heads is None or not self.cache.empty():
+            return self.cache.plan
+        return best_plan(self.cache.config, self.heads)
+
+    def packed_bytes(self) -> int:
+        """Bytes of a full window of ours, were it packed."""
+        config = self.cache.config
+        if self.heads is None:
+            return 0
+        return stored_bytes(config, plan_for(config, packed=True), 1, self.heads, LONG)
 
 
 def _slots(own: Any, tokens: int) -> int:
@@ -205,6 +220,8 @@ def _regrouped(flat: list[Part]) -> list[str]:
     found: Counter[tuple[int, int, int]] = Counter()
     for p in flat:
         if p.ours and p.heads and p.heads.value_dim and p.cache.config.v_bits:
+            if p.plan.residual is None:
+                continue
             config, dim = p.cache.config, p.heads.value_dim
             group, padded = value_group(dim, config.group_size, config.v_bits)
             if (group, padded) != (config.group_size, dim):
@@ -217,17 +234,19 @@ def _regrouped(flat: list[Part]) -> list[str]:
 
 
 def _unpacked(flat: list[Part]) -> list[str]:
-    """Policies that ask for bits where the window leaves nothing to pack."""
-    small = [
-        p for p in flat if p.ours and p.cache.config.quantized and p.cache.plan.residual is None
-    ]
-    if not small:
-        return []
-    window = small[0].cache.config.window
-    return [
-        f"{len(small)} of {len(flat)} layers are not packed: a window of {window} fits in the "
-        "full-precision part"
-    ]
+    """Policies that ask for bits where the window is so small that packing it does not pay."""
+    windows: dict[int, list[Part]] = {}
+    for p in flat:
+        if p.ours and p.cache.config.quantized and p.plan.residual is None:
+            windows.setdefault(p.cache.config.window, []).append(p)
+    lines = []
+    for window, small in windows.items():
+        why = f"a window of {window} fits in the full-precision part"
+        if can_pack(small[0].cache.config):
+            now, packed = sum(p.bytes(LONG) for p in small), sum(p.packed_bytes() for p in small)
+            why = f"a window of {window} takes {size(now)} unpacked, {size(packed)} packed"
+        lines.append(f"{len(small)} of {len(flat)} layers are not packed: {why}")
+    return lines
 
 
 def _bytes(tokens: int):

@@ -22,6 +22,7 @@ from mlx_lm.models.llama import Model
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_kivi
+from conformance.common import tiny_llama
 from mlx_kivi import KVCacheConfig, report
 from mlx_kivi.cache.sizes import Heads
 
@@ -172,3 +173,21 @@ def test_what_is_kept_of_a_model_goes_with_it(tiny_llama: Model) -> None:
     gc.collect()
     assert ref() is None and key not in report._known
     assert mx.get_active_memory() <= held - 2**24
+
+
+def test_a_window_that_does_not_pay_packed_is_said_in_bytes() -> None:
+    """And counted as what it is, before the first token and after."""
+    model = tiny_llama()
+    policy = KVCacheConfig.from_name("int8", window=100)
+    caches = mlx_kivi.make_prompt_cache(model, policy)
+    told = mlx_kivi.describe(model, caches)
+    full = Heads(2, 32, 32, mx.float32).full_bytes(100 + 4 + 32)
+    assert f"2 of 2 layers are not packed: a window of 100 takes {report.size(2 * full)}" in told
+    packed = float(told.split("unpacked, ")[1].split(" kB")[0]) * 1000
+    assert packed > 2 * full
+    model(mx.zeros((1, 200), mx.int32), cache=caches)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    assert sum(cache.nbytes for cache in caches) == 2 * full
+    assert mlx_kivi.describe(model, caches) == told
+    wide = mlx_kivi.make_prompt_cache(model, policy.replace(window=1000))
+    assert "not packed" not in mlx_kivi.describe(model, wide)

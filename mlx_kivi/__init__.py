@@ -8,7 +8,7 @@ from .quantized_streaming_cache import QuantizedStreamingCache
 from .report import describe
 from .upstream.prompt_file import load_prompt_cache, save_prompt_cache
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "KVCacheConfig",

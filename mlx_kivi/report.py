@@ -84,9 +84,13 @@ def _slots(own: Any, tokens: int) -> int:
     grown = -(-tokens // own.step) * own.step
     if isinstance(own, RotatingKVCache):
         return min(grown, own.max_size)
-    if isinstance(own, ChunkedKVCache) and tokens > own.chunk_size + 1:
-        return own.chunk_size + own.step  # cut to the chunk, it takes a step for the next token
-    return grown
+    if not isinstance(own, ChunkedKVCache) or tokens <= own.chunk_size + 1:
+        return grown
+    # Cut to the chunk, it takes a step for the next token; mlx-lm 0.31 cuts a whole step at once.
+    by_step = not hasattr(own, "keys_and_values")
+    if by_step and (tokens - own.chunk_size) % own.step != 1:
+        return own.chunk_size
+    return own.chunk_size + own.step
 
 
 def parts(model: Any, caches: list[Any]) -> list[Part]:

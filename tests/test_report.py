@@ -29,8 +29,9 @@ from mlx_kivi.cache.sizes import Heads
 UnconvertedCacheWarning = importlib.import_module("mlx_kivi.patch").UnconvertedCacheWarning
 INT4 = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, window=90)
 HEADS = Heads(count=2, key_dim=3, value_dim=1, dtype=mx.float16)
-CHUNKS = (1, 100, 255, 256, 257, 300, 512)
-WINDOWS = (*CHUNKS, 600)
+WINDOWS = (1, 100, 255, 256, 257, 300, 512, 600)
+# mlx-lm 0.31 is wrong with chunks that are no multiple of 256.
+CHUNKS = WINDOWS if hasattr(ChunkedKVCache, "keys_and_values") else (256, 512)
 
 
 def feed(cache: Any, tokens: int) -> int:

@@ -129,6 +129,11 @@ class QuantizedStreamingCache(Rewriting):
             return CacheHandle((*earlier, view), 0), CacheHandle((*earlier, view), 1)
         return view.dense(0), view.dense(1)
 
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """What the last query saw, in order of position: keys and values [B, H, length, D]."""
+        view = self._views()[-1]
+        return view.dense(0), view.dense(1)
+
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array | str | None:

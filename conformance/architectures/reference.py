@@ -96,7 +96,8 @@ class DenseReference:
 
     def _groups(self, seen: int) -> int:
         """Groups that are packed once ``seen`` tokens are in."""
-        if self.packed_after is None:
+        # A trained window may be too small to pay.
+        if self.packed_after is None or self.twin.plan.residual is None:
             return 0
         residual, group = self.packed_after
         return max(0, seen - self.sink - residual) // group
@@ -113,7 +114,7 @@ class DenseReference:
         end = self.sink + self._groups(before) * (self.packed_after or (0, 0))[1]
         is_packed = (columns >= self.sink) & (columns < end)
         loose, packed = [], []
-        for which, stored in enumerate(unpacked(self.twin)):
+        for which, stored in enumerate(self.twin.arrays()):
             given = (self.keys, self.values)[which]
             if not given.size or not given.any():  # an indexer's values, which its model clears
                 continue
@@ -146,14 +147,6 @@ def half_steps(x: mx.array, which: int, bits: int, group: int) -> mx.array:
         half = (width + coarse) * (1 + 2**-7) / (2**bits - 1) / 2
         halves.append(mx.broadcast_to(half, part.shape))
     return halves[0].reshape(x.shape) if which == 0 else mx.concatenate(halves, axis=-1)
-
-
-def unpacked(cache: QuantizedStreamingCache) -> tuple[mx.array, mx.array]:
-    """What the last call saw of a cache, as arrays in order of position."""
-    packed, cache.packed_attention = cache.packed_attention, False
-    pair = cache.keys_and_values()
-    cache.packed_attention = packed
-    return pair
 
 
 def unpacked_groups(cache: QuantizedStreamingCache, which: int, first: int, stop: int) -> mx.array:

@@ -56,16 +56,24 @@ class CacheView(NamedTuple):
         x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
         return x.astype(self.dtype)
 
+    def slots(self, which: int) -> mx.array:
+        """Keys (0) or values (1) of ring and store as they lie, hidden ones too: no mask of a
+        model's can be over them."""
+        ring, store = self.ring[which], self.stores[which]
+        packed = store.dense(0, store.capacity, after=ring)
+        return mx.concatenate([ring, packed], axis=2).astype(self.dtype)
+
     def _stream(self, which: int, low: int) -> list[mx.array]:
         """Placed tokens of the stream from index ``low`` on, packed ones first."""
         shot = self.snapshot
         plan = shot.plan
         packed = shot.groups * plan.group
+        newest = self.ring[0] if self.chunk is None else self.chunk[0]
         parts = []
         if low < packed:
             first = low // plan.group
             for _, slot, count in spans(first, shot.groups, shot.capacity):
-                parts.append(self.stores[which].dense(slot, count))
+                parts.append(self.stores[which].dense(slot, count, after=newest))
             parts[0] = parts[0][:, :, low - first * plan.group :]
         for _, slot, count in spans(max(low, packed), shot.placed - plan.sink, plan.ring):
             parts.append(self.ring[which][:, :, plan.sink + slot : plan.sink + slot + count])

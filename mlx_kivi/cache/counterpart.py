@@ -6,7 +6,6 @@ asks for, and mlx_lm says so (`batch_generate`) or serves one sequence at a time
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -25,9 +24,7 @@ def counterpart(cache: Any) -> KVCache | RotatingKVCache:
     window = cache.config.window
     stock: Any = KVCache() if window is None else RotatingKVCache(max_size=window)
     if not cache.empty():
-        twin = copy.deepcopy(cache)
-        twin.packed_attention = False  # arrays, not handles
-        stock.keys, stock.values = twin.keys_and_values()
+        stock.keys, stock.values = cache.arrays()
         stock.offset = cache.offset
         stock._idx = stock.keys.shape[2]
     return stock

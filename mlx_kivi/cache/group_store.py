@@ -7,7 +7,7 @@ is in which slot is the cache's business. It is read in place, by ``mx.quantized
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 
@@ -45,6 +45,11 @@ class GroupStore:
         self.head_dim = 0
         self.dtype = mx.float32
         self.arrays: list[mx.array] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that there is room for."""
+        return self.capacity * self.group_size
 
     def copy(self) -> Self:
         """A store with the same content, to write to while this one is read."""
@@ -92,9 +97,14 @@ class GroupStore:
         for array in self.arrays:
             array[self._span(array, slot, groups)] = 0
 
-    def dense(self, slot: int, groups: int) -> mx.array:
-        """The tokens of ``groups`` slots from ``slot`` on: [B, H, groups · G, D] of ``dtype``."""
-        return self._decode([array[self._span(array, slot, groups)] for array in self.arrays])
+    def dense(self, slot: int, groups: int, after: mx.array | None = None) -> mx.array:
+        """The tokens of ``groups`` slots from ``slot`` on: [B, H, groups · G, D] of ``dtype``.
+
+        With ``after``, they are unpacked once that array is there: what depends on nothing of a
+        step would be unpacked for all layers of a model before the first one runs.
+        """
+        parts = [array[self._span(array, slot, groups)] for array in self.arrays]
+        return self._decode(parts if after is None else mx.depends(parts, [after]))
 
     def _span(self, array: mx.array, slot: int, groups: int) -> tuple[Any, ...]:
         """Where the tokens of some slots are in one of the arrays."""
@@ -164,6 +174,28 @@ class KeyStore(GroupStore):
             bits=self.bits,
         )
 
+    def weighted(self, weights: mx.array) -> mx.array:
+        """weights [B, H, rows, capacity · G] float32 times (keys - shift): [B, H, rows, D]."""
+        if self.bits is None:
+            return weights @ self.arrays[0].astype(mx.float32)
+        words, scales, zeros = self.arrays
+        return mx.quantized_matmul(
+            weights,
+            words,
+            scales.astype(mx.float32),
+            zeros.astype(mx.float32),
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+    def unpacked(self, after: mx.array) -> UnpackedKeys:
+        """What serves the same products from floats, unpacked once ``after`` is there."""
+        if self.bits is None:
+            return UnpackedKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))
+        words, scales, zeros = mx.depends(self.arrays, [after])
+        return UnpackedKeys(dequantize(words, scales, zeros, self.bits, self.group_size))
+
     def live_arrays(self) -> list[mx.array]:
         return super().live_arrays() + ([] if self.shift is None else [self.shift])
 
@@ -187,6 +219,20 @@ class KeyStore(GroupStore):
         words, scales, zeros = parts
         x = dequantize(words, scales, zeros, self.bits, self.group_size).swapaxes(-1, -2)
         return stored_as(x if self.shift is None else x + self.shift, self.dtype)
+
+
+class UnpackedKeys(NamedTuple):
+    """Keys [B, H, D, T] in float32, their shift taken off."""
+
+    keys: mx.array
+
+    def scores(self, queries: mx.array) -> mx.array:
+        """As `KeyStore.scores`."""
+        return queries @ self.keys
+
+    def weighted(self, weights: mx.array) -> mx.array:
+        """As `KeyStore.weighted`."""
+        return weights @ self.keys.swapaxes(-1, -2)
 
 
 class ValueStore(GroupStore):

@@ -173,6 +173,19 @@ class Snapshot:
         return _bias(_store_positions, key, *rows)
 
     @cached_property
+    def slot_bias(self) -> mx.array | None:
+        """Additive mask of ring and store together, [queries, slots]; None if all shows."""
+        widths = self.plan.sink + self.plan.ring, self.capacity * self.plan.group
+        parts = self.ring_bias, self.store_bias
+        if parts[0] is None and parts[1] is None:
+            return None
+        shape = self.queries
+        return mx.concatenate(
+            [mx.zeros((shape, n)) if p is None else p for p, n in zip(parts, widths, strict=True)],
+            axis=-1,
+        )
+
+    @cached_property
     def chunk_bias(self) -> mx.array | None:
         """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
         return _bias(np.arange, (self.placed, self.placed + self.chunk), *self._rows())

@@ -37,6 +37,9 @@ DENSE = {
     "stablelm": "it casts keys and values first",
 }
 
+# One token's keys and values are the cached latent itself: a step reads it packed.
+LATENT = {name for name, why in DENSE.items() if why == _MLA}
+
 # Models whose CacheList holds, second, the keys of an indexer that chooses what to attend to.
 # They are stored in 8 bits at least: a wrong choice costs more than a rounded score.
 INDEXED = {"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"}

@@ -12,6 +12,7 @@ from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import INDEXED, READ_STATE, module_names, own_caches
 from .counted_keys import counting
+from .latent_caches import latents
 from .learned_positions import restarting
 from .probe import takes_packed
 from .rotations import rebase_at, rotations
@@ -61,7 +62,7 @@ def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> 
     packed = takes_packed(model)
     indexed = any(name in INDEXED for name in module_names(model))
     caches = convert_all(own_caches(model), config, packed_attention=packed, indexed=indexed)
-    caches = counting(model, caches)
+    caches = latents(model, counting(model, caches))
     _give_rotations(model, config, caches)
     return restarting(model, config, caches)
 

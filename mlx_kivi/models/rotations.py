@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..cache.rotation import REBASE_AT, REBASE_BY, Rotation
-from .architectures import DENSE, PACKED, module_names
+from .architectures import DENSE, LATENT, PACKED, module_names
 
 _MLA = "the part of its keys that turns is cached apart from the rest"
 _NORM = "its keys pass a weighted norm after RoPE"
@@ -18,7 +18,7 @@ _LEARNED = "its positions are learned, and a window already counts them inside t
 
 # Modules of mlx_lm.models whose cached keys can't be turned.
 _FIXED = {
-    **{name: _MLA for name, why in DENSE.items() if why.startswith("multi-head latent")},
+    **{name: _MLA for name in LATENT},
     "afm7": _NORM,
     "gpt2": _LEARNED,
     "gpt_bigcode": _LEARNED,

@@ -15,10 +15,14 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 
 from ..models.counted_keys import CountedKeysCache
+from ..models.latent_caches import LatentCache
 from ..models.learned_positions import RestartingCache
 from ..quantized_streaming_cache import QuantizedStreamingCache
 
-OURS = {cls.__name__: cls for cls in (QuantizedStreamingCache, RestartingCache, CountedKeysCache)}
+OURS = {
+    cls.__name__: cls
+    for cls in (QuantizedStreamingCache, RestartingCache, CountedKeysCache, LatentCache)
+}
 _MAX_DEPTH = 16  # of lists in lists
 
 # Attributes of mlx_lm's caches in the order of their state in 0.32, and of meta_state in 0.31.

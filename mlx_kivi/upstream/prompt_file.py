@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from .. import hooks
 from ..config import KVCacheConfig
+from ..models.latent_caches import LatentCache
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from . import compat
 
@@ -95,7 +96,7 @@ def check(caches: list[Any], expected: list[Any]) -> None:
         )
     for layer, pair in enumerate(zip(caches, expected, strict=True)):
         flat = [list(_members(cache)) for cache in pair]
-        kinds = [", ".join(type(c).__name__ for c in members) for members in flat]
+        kinds = [", ".join(map(_kind, members)) for members in flat]
         if kinds[0] != kinds[1]:
             raise PromptFileError(
                 f"--prompt-cache-file has {kinds[0]} for layer {layer}, the flags give "
@@ -104,6 +105,12 @@ def check(caches: list[Any], expected: list[Any]) -> None:
         for theirs, ours in zip(*flat, strict=True):
             if isinstance(theirs, QuantizedStreamingCache):
                 _compare(layer, theirs.config, ours.config)
+
+
+def _kind(cache: Any) -> str:
+    # Version 0.1.0 had no class of its own for latents; what it saved is read as it was then.
+    of = QuantizedStreamingCache if isinstance(cache, LatentCache) else type(cache)
+    return of.__name__
 
 
 def _compare(layer: int, theirs: KVCacheConfig, ours: KVCacheConfig) -> None:

@@ -15,7 +15,9 @@ from packaging.version import Version
 
 from .. import hooks
 from ..cache.attention import CacheHandle, attend_handle
+from ..cache.latent import LatentHandle, attend_latent
 from ..hooks import Hook, UnsupportedError
+from ..models.latent_caches import LatentCache
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from . import speculation
 
@@ -78,7 +80,8 @@ def _replacements() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
         **{m.__name__: Hook(m.Model.__call__, __call__) for m in (gpt2, gpt_bigcode)},
     }
     # CacheList looks its members' classes up by name in its module.
-    return found, [(caches, "QuantizedStreamingCache", QuantizedStreamingCache)]
+    members = QuantizedStreamingCache, LatentCache
+    return found, [(caches, member.__name__, member) for member in members]
 
 
 hooks.attention.make = _replacements
@@ -86,6 +89,8 @@ hooks.attention.make = _replacements
 
 def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
     """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
+    if isinstance(keys, LatentHandle):
+        return attend_latent(queries, keys, scale, mask)
     if isinstance(keys, CacheHandle):
         return attend_handle(queries, keys, scale, mask, sinks)
     original = hooks.attention.original("scaled_dot_product_attention")

@@ -58,7 +58,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Refuse values at which mlx_lm hangs, or fails without naming the flag."""
     cli.check_text_flags(args)
     for name, least in (("prefill_step_size", 1), ("num_draft_tokens", 0)):
-        value = getattr(args, name)
+        value = getattr(args, name, least)  # mlx-lm 0.31 has no --prefill-step-size
         if value < least:
             flag = "--" + name.replace("_", "-")
             raise cli.CommandError(f"{flag} {value}: use {least} or more", 2)

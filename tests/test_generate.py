@@ -161,7 +161,7 @@ def test_a_window_that_leaves_nothing_to_pack_is_said(model_file, run):
         ([*INT4, "--max-kv-size", "4"], "--max-kv-size 4"),
         (["--streaming-llm-window", "9", "--max-kv-size", "9"], "--max-kv-size"),
         (["--no-such-flag"], "--no-such-flag"),
-        (["--prefill-step-size", "0"], "--prefill-step-size 0: use 1 or more"),
+        (["--prefill-step-size", "0"], "--prefill-step-size 0"),
         (["--num-draft-tokens", "-1"], "--num-draft-tokens -1: use 0 or more"),
         (["--seed", "-1"], "--seed -1: use a whole number from 0"),
         (["--chat-template-config", "{"], "--chat-template-config {: use a JSON object"),

@@ -49,23 +49,25 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     parser = setup_arg_parser()
-    args = parser.parse_args(argv)
+    with cli.one_line_errors(parser.prog):
+        print(convert(parser, parser.parse_args(argv)))
+
+
+def convert(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Write what the arguments ask for; returns a line that says so."""
     source, target = Path(args.source), Path(args.target)
     to_directory = not source.is_dir()
     if to_directory and args.dtype:
         parser.error("--dtype is for writing a .tinygpt file; a directory keeps the file's own")
     if not to_directory and args.tokenizer_dir:
         parser.error("--tokenizer-dir is for writing a directory; a .tinygpt file holds none")
-    try:
-        if os.path.lexists(target):
-            raise TinyGPTError(target, "target", "exists already; remove it or name another")
-        if to_directory:
-            done = to_mlx(source, target, args.tokenizer_dir)
-        else:
-            done = to_tinygpt(source, target, args.dtype)
-    except (TinyGPTError, OSError) as error:
-        cli.fail(parser.prog, str(error), 1)
-    print(done)
+    if os.path.lexists(target):
+        raise TinyGPTError(target, "target", "exists already; remove it or name another")
+    if not target.parent.is_dir():
+        raise TinyGPTError(target.parent, "target", "expected a directory; make it first")
+    if to_directory:
+        return to_mlx(source, target, args.tokenizer_dir)
+    return to_tinygpt(source, target, args.dtype)
 
 
 def to_mlx(source: Path, target: Path, tokenizer_dir: str | None) -> str:

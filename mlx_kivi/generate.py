@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +48,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     with cli.one_line_errors(PROG):
         args = setup_arg_parser().parse_args(argv)
+        _check_flags(args)
         hints = loading.hinted_flags(args.model, args)
         args, config = cli.parse(setup_arg_parser, [*hints, *argv])
         run(argv, args, config, hints)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse values at which mlx_lm hangs, or fails without naming the flag."""
+    cli.check_text_flags(args)
+    for name, least in (("prefill_step_size", 1), ("num_draft_tokens", 0)):
+        value = getattr(args, name, least)  # mlx-lm 0.31 has no --prefill-step-size
+        if value < least:
+            flag = "--" + name.replace("_", "-")
+            raise cli.CommandError(f"{flag} {value}: use {least} or more", 2)
+    if args.chat_template_config is not None:
+        try:
+            known = isinstance(json.loads(args.chat_template_config), dict)
+        except ValueError:
+            known = False
+        if not known:
+            raise cli.CommandError(
+                f"--chat-template-config {args.chat_template_config}: use a JSON object, as "
+                '{"enable_thinking": false}',
+                2,
+            )
 
 
 def run(
@@ -60,7 +83,7 @@ def run(
 ) -> None:
     """mlx_lm's main with our parts in place."""
     mlx_load, mlx_call = mlx_generate.load, mlx_generate.generate
-    mlx_stream = mlx_generate.stream_generate
+    mlx_stream, mlx_load_cache = mlx_generate.stream_generate, mlx_generate.load_prompt_cache
 
     def load(path: str, **kwargs: Any) -> Any:
         if not kwargs:  # as mlx_lm's main asks for the draft
@@ -70,9 +93,15 @@ def run(
     def generate(model: Any, tokenizer: Any, prompt: Any, **kwargs: Any) -> Any:
         return _generate(mlx_call, args, config, hints, model, tokenizer, prompt, **kwargs)
 
+    def load_prompt_cache(path: str, **kwargs: Any) -> Any:
+        caches, metadata = mlx_load_cache(path, **kwargs)
+        _check_metadata(path, metadata)
+        return caches, metadata
+
     replacements = {
         "setup_arg_parser": setup_arg_parser,
         "load": load,
+        "load_prompt_cache": load_prompt_cache,
         "generate": generate,
         "stream_generate": lambda *a, **k: _until_interrupted(mlx_stream(*a, **k)),
     }
@@ -99,6 +128,8 @@ def _generate(
     **kwargs: Any,
 ) -> Any:
     """mlx_lm's ``generate``, told before and after what the cache is."""
+    if not len(prompt):
+        raise cli.CommandError("--prompt is empty: give at least one character", 2)
     verbose = kwargs.get("verbose", False)
     draft = kwargs.get("draft_model")
     caches = _caches(args, config, model, draft, kwargs.get("prompt_cache"))
@@ -198,6 +229,19 @@ def _check_file(args: argparse.Namespace, model: Any, draft: Any, caches: list[A
         for cache, wanted in zip(*(getattr(c, "caches", [c]) for c in pair), strict=True):
             if isinstance(wanted, QuantizedStreamingCache) and _bound(cache) != _bound(wanted):
                 raise _contradicts("--max-kv-size", size, cache)
+
+
+def _check_metadata(path: str, metadata: dict[str, str]) -> None:
+    """Refuse a prompt file that does not say what mlx_lm's main asks of it."""
+    try:
+        known = isinstance(json.loads(metadata["tokenizer_config"]), dict) and "model" in metadata
+    except (KeyError, ValueError):
+        known = False
+    if not known:
+        raise cli.CommandError(
+            f"--prompt-cache-file {path}: its metadata does not name the model and the "
+            "tokenizer_config (JSON): save it with both, as mlx_lm.cache_prompt does"
+        )
 
 
 def _bound(cache: Any) -> tuple[int, int] | None:

@@ -114,10 +114,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise CommandError(f"--temperature {args.temperature}: use a finite number", 2)
     if not args.prompt:
         raise CommandError("--prompt is empty: give at least one character", 2)
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError:
-        raise CommandError("--prompt is not UTF-8 text", 2) from None
+    cli.check_text_flags(args)
+    if args.cache_prompt == "":
+        raise CommandError("--cache-prompt is empty: name a file", 2)
     if not args.cache:
         for name in ("cache_prompt", "prompt_cache_dir", "kv_preallocate"):
             if getattr(args, name):

@@ -144,6 +144,13 @@ def test_a_window_that_leaves_nothing_to_pack_is_said(model_file, run):
         ([*INT4, "--max-kv-size", "4"], "--max-kv-size 4"),
         (["--streaming-llm-window", "9", "--max-kv-size", "9"], "--max-kv-size"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--prefill-step-size", "0"], "--prefill-step-size 0"),
+        (["--num-draft-tokens", "-1"], "--num-draft-tokens -1: use 0 or more"),
+        (["--seed", "-1"], "--seed -1: use a whole number from 0"),
+        (["--chat-template-config", "{"], "--chat-template-config {: use a JSON object"),
+        (["--chat-template-config", "3"], "--chat-template-config 3: use a JSON object"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
     ],
 )
 def test_a_bad_flag_ends_with_one_line_that_names_it(flags, named, model_file, run):
@@ -213,6 +220,17 @@ def test_a_broken_prompt_file_ends_with_one_line(model_file, tmp_path, run):
     path.write_text("no prompt")
     code, _, err = run("--model", model_file, "--prompt-cache-file", path)
     assert code == 1 and err.count("\n") == 1 and str(path) in err
+
+
+@pytest.mark.parametrize("metadata", [{}, {"model": "m", "tokenizer_config": "{"}])
+def test_a_prompt_file_that_does_not_name_its_model_is_one_line(
+    model_file, tmp_path, run, metadata
+):
+    path = str(tmp_path / "prompt.safetensors")
+    save_prompt_cache(path, our_prompt_cache(tinygpt.load(model_file)[0]), metadata)
+    code, out, err = run("--model", model_file, "--prompt-cache-file", path)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert path in err and "tokenizer_config" in err and "mlx_lm.cache_prompt" in err
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,8 @@ def test_flags_override_hints(run, make_file):
         ["--tokens", "ten"],
         ["--temperature", "hot"],
         ["--temperature", "nan"],
+        ["--seed", "-1"],
+        ["--cache-prompt", ""],
         ["--quantize", "int2"],
         ["--quantize-group", "48"],
         ["--prompt", ""],

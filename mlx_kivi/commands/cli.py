@@ -66,6 +66,16 @@ def parse(
     return args, config
 
 
+def check_text_flags(args: argparse.Namespace) -> None:
+    """Refuse a ``--prompt`` that is no text, and a ``--seed`` that mlx does not take."""
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        raise CommandError("--prompt is not UTF-8 text", 2) from None
+    if args.seed is not None and not 0 <= args.seed < 2**64:
+        raise CommandError(f"--seed {args.seed}: use a whole number from 0 to 2**64 - 1", 2)
+
+
 @contextmanager
 def one_line_errors(prog: str) -> Iterator[None]:
     """Turn an error into one line on stderr and an exit code: 2 for usage, 1 for the rest."""
@@ -84,7 +94,9 @@ def one_line_errors(prog: str) -> Iterator[None]:
         if os.environ.get("MLX_KIVI_TRACEBACK"):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, ValueError):
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        elif not isinstance(error, ValueError):
             text += f" ({type(error).__name__}; MLX_KIVI_TRACEBACK=1 shows where)"
         fail(prog, text, 1)
 

@@ -95,7 +95,8 @@ def load_tokenizer(
         tokenizer = load_directory(Path(directory), {"trust_remote_code": False})
     except Exception as error:  # a third party's file in a third party's reader
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise TinyGPTError(directory, "tokenizer directory", lines[0]) from error
+        problem = f"expected a tokenizer ({lines[0].rstrip(': ')})"
+        raise TinyGPTError(directory, "tokenizer directory", problem) from error
     size = len(tokenizer.get_vocab())
     if size > args.vocabSize:
         problem = f"expected at most the model's {args.vocabSize} tokens, got {size}"

@@ -13,6 +13,7 @@ from mlx_kivi.hooks import UnsupportedError
         (cli.CommandError("file: broken"), 1, "file: broken"),
         (UnsupportedError("this mlx is old: pip install 'mlx>=9'"), 1, "this mlx is old: pip inst"),
         (ValueError("two\nlines"), 1, "two lines"),
+        (FileNotFoundError(2, "No such file", "a/b.png"), 1, "a/b.png: No such file\n"),
         (RuntimeError("odd"), 1, "odd (RuntimeError; MLX_KIVI_TRACEBACK=1 shows where)"),
         (KeyError(), 1, "KeyError (KeyError; "),
         (KeyboardInterrupt(), 130, "stopped"),

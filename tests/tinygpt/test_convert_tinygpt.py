@@ -178,3 +178,27 @@ def test_directories_that_are_not_ours_give_one_line(make_file, tmp_path, capsys
     config_path.unlink()
     assert "config.json" in fails([tmp_path / "mlx", tmp_path / "back.tinygpt"], 1, capsys)
     assert "no.tinygpt" in fails([tmp_path / "no.tinygpt", tmp_path / "new"], 1, capsys)
+
+
+def test_a_target_without_a_directory_is_named(make_file, tmp_path, capsys):
+    path = make_file()
+    for target in (tmp_path / "no" / "mlx", path / "mlx"):
+        line = fails([path, target], 1, capsys)
+        assert f"error: {target.parent}: target: expected a directory; make it first" in line
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(make_file, tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    path = make_file()
+    monkeypatch.setattr(mx, "save_safetensors", interrupted)
+    assert fails([path, tmp_path / "mlx"], 130, capsys).endswith("error: stopped")
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_directory_without_a_tokenizer_is_one_line(make_file, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    argv = [make_file(), tmp_path / "mlx", "--tokenizer-dir", tmp_path / "empty"]
+    line = fails(argv, 1, capsys)
+    assert f"{tmp_path / 'empty'}: tokenizer directory: expected a tokenizer (" in line

@@ -134,21 +134,23 @@ class Buffers:
                 to[:, :, sink + slot : sink + slot + count] = part
 
     def _spared(self, start: int, pair: Pair) -> Pair:
-        """Move what stream tokens from index ``start`` on push out of the ring to the margin.
+        """Copy what stream tokens from index ``start`` on push out of the ring to the margin.
+
+        A block at a time: a ring that is read from can't be written in place in the same step.
 
         Returns:
             The tokens [B, H, L, D], to be written when that is done.
         """
-        margin, stop = self.plan.margin, start + pair[0].shape[2]
-        end = stop - self.plan.ring
-        self._ring_low = max(self._ring_low, end - margin)
-        if margin == 0 or end <= 0:
+        plan, margin, stop = self.plan, self.plan.margin, start + pair[0].shape[2]
+        self._ring_low = max(self._ring_low, stop - plan.kept)
+        if margin == 0 or plan.spared(start) == plan.spared(stop):
             return pair
+        end = plan.spared(stop)
         if self._margin is None:
             self._margin = self._zeros(margin)
         keys, values = self._margin
         self._margin = keys[...], values[...]
-        first = max(0, start - self.plan.ring, end - margin)
+        first = max(plan.spared(start), end - margin)
         for which, to in enumerate(self._margin):
             parts = self._in_ring(which, first, min(end, start))
             if end > start:
@@ -156,7 +158,7 @@ class Buffers:
             x = joined(parts)
             for j, slot, count in spans(first, end, margin):
                 to[:, :, slot : slot + count] = x[:, :, j - first : j - first + count]
-        # In this order the ring is written in place, and nothing piles up in a lazy graph.
+        # Else copies that nothing asks for would pile up in a lazy graph, and old rings with them.
         keys, values = mx.depends(list(pair), list(self._margin))
         return keys, values
 

@@ -2,9 +2,9 @@
 
 Positions count from the start of the sequence. The first ``sink`` positions are the sinks; the
 rest form the stream, indexed j = position - sink. The ring holds the sinks, then ``ring`` slots
-for the newest of the stream (slot j mod ring); the margin holds ``margin`` tokens that left the
-ring last (slot j mod margin); the store holds packed groups of ``group`` tokens (slot g mod
-capacity).
+for the newest of the stream (slot j mod ring); the margin holds tokens that left the ring last, and
+those of their block that are next (slot j mod margin); the store holds packed groups of ``group``
+tokens (slot g mod capacity).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UNBOUNDED = 2**62  # slots of a ring that grows for ever
 class Plan(NamedTuple):
     """Sizes that follow from a policy.
 
-    sink: sinks; ring: full-precision slots of the stream; margin: tokens beside it that trim may
-    bring back, 0 if the ring itself has room for them; group: tokens in a packed group; residual:
+    sink: sinks; ring: full-precision slots of the stream; margin: slots beside it for what trim may
+    bring back, 0 if the ring itself has room for that; group: tokens in a packed group; residual:
     stream tokens that stay unpacked, None if all do; slots: groups in the store, None if it
     grows; window: as in the policy.
     """
@@ -54,6 +54,19 @@ class Plan(NamedTuple):
         """Slots to keep for sinks and ring: they grow by ``step`` tokens until all are in use."""
         total = self.sink + self.ring
         return total if self.groups(seen) else min(total, -(-seen // step) * step)
+
+    @property
+    def kept(self) -> int:
+        """Stream tokens that are in ring or margin at any time."""
+        return self.ring + (TRIM_MARGIN if self.margin else 0)
+
+    def spared(self, stream: int) -> int:
+        """Stream tokens that are in the margin, or were, once the stream has so many.
+
+        They go there in blocks, before the first of a block is overwritten.
+        """
+        block = self.margin - TRIM_MARGIN
+        return -(-(stream - self.ring) // block) * block if stream > self.ring else 0
 
     def spares(self, seen: int) -> bool:
         """Whether tokens have left the ring for the margin."""
@@ -94,8 +107,10 @@ def plan_for(config: KVCacheConfig, packed: bool) -> Plan:
     """The sizes for a policy, of a cache that packs groups or one that does not."""
     sink, group, window = config.sink, config.group_size, config.window
     if not packed:
-        ring, margin = (UNBOUNDED, 0) if window is None else (window, TRIM_MARGIN)
-        return Plan(sink, ring, margin, group, None, None, window)
+        if window is None:
+            return Plan(sink, UNBOUNDED, 0, group, None, None, None)
+        margin = TRIM_MARGIN + min(TRIM_MARGIN, window)
+        return Plan(sink, window, margin, group, None, None, window)
     residual = config.residual_length
     slots = None if window is None else -(-(window + TRIM_MARGIN - 1 - residual) // group)
     # Room for the residual, the group that is filling up, and what trim may take back.

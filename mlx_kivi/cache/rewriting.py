@@ -40,7 +40,7 @@ class Rewriting(Buffers):
         Returns:
             The number of tokens forgotten: min(n, offset), or 0 if they can't be.
         """
-        n = min(n, self._count)
+        n = min(n, self._count - self._rebased)
         if n <= 0 or not self.can_trim(n):
             return 0
         target = self._count - n

@@ -100,7 +100,7 @@ def _with_margin(header: Header, arrays: list[mx.array]) -> list[mx.array]:
     plan, stream = header.plan, header.offset - header.plan.sink
     if plan.margin == 0 or stream <= plan.ring or len(arrays) < 2:
         return arrays
-    size = plan.ring + plan.margin
+    size = plan.kept
     if any(x.ndim != 4 or x.shape[2] != plan.sink + min(stream, size) for x in arrays[:2]):
         raise ValueError(f"recent keys are {arrays[0].shape}, values {arrays[1].shape}")
 
@@ -111,9 +111,8 @@ def _with_margin(header: Header, arrays: list[mx.array]) -> list[mx.array]:
             was[slot : slot + count] = plan.sink + np.arange(j, j + count) % size
         return was
 
-    left = stream - plan.ring
-    ring = np.concatenate([np.arange(plan.sink), slots(left, stream, plan.ring)])
-    margin = slots(left - plan.margin, left, plan.margin)
+    ring = np.concatenate([np.arange(plan.sink), slots(stream - plan.ring, stream, plan.ring)])
+    margin = slots(stream - plan.kept, plan.spared(stream), plan.margin)
     pairs = [[x[:, :, mx.array(index)] for x in arrays[:2]] for index in (ring, margin)]
     return [*pairs[0], *pairs[1], *arrays[2:]]
 
@@ -143,8 +142,7 @@ def _check_header(header: Header) -> None:
     # What the next query may see has to be there.
     stream, groups = max(0, header.offset - plan.sink), plan.groups(header.offset)
     low, packed = plan.first_visible(header.offset) - plan.sink, groups * plan.group
-    held = plan.ring + plan.margin
-    if header.ring_low > min(stream, max(packed, low)) or stream - header.ring_low > held:
+    if header.ring_low > min(stream, max(packed, low)) or stream - header.ring_low > plan.kept:
         raise ValueError(f"ring_low is {header.ring_low} after {header.offset} tokens")
     in_store = groups if plan.slots is None else plan.slots
     if header.store_low > groups or groups - header.store_low > in_store:

@@ -49,7 +49,7 @@ def test_a_plan_has_room_for_what_is_seen_and_what_trim_takes_back(
     if plan.residual is None:
         assert plan.slots is None
         if bounded:
-            assert (plan.ring, plan.margin) == (config.window, TRIM_MARGIN)
+            assert (plan.ring, plan.kept) == (config.window, config.window + TRIM_MARGIN)
         return
     assert plan.margin == 0
     # The oldest token that a query sees, after the most that trim takes back at any moment.
@@ -66,7 +66,16 @@ def test_a_bounded_plan_is_little_larger_than_its_window(config: KVCacheConfig) 
     packed = (plan.slots or 0) * plan.group
     held = plan.ring + plan.margin + packed
     overlap = TRIM_MARGIN + 3 * plan.group  # margin, the group that fills up, rounding twice
-    assert held <= config.window + TRIM_MARGIN + (overlap if plan.slots else 0)
+    assert held <= config.window + 2 * TRIM_MARGIN + (overlap if plan.slots else 0)
+
+
+@given(st.integers(1, 100), st.integers(0, 400))
+def test_a_margin_holds_what_left_last_and_no_more_than_fits(window: int, stream: int) -> None:
+    plan = plan_for(KVCacheConfig(window=window), packed=False)
+    left, spared = max(0, stream - window), plan.spared(stream)
+    assert left <= spared <= stream  # what is copied has come, what left has been copied
+    assert spared - max(0, left - TRIM_MARGIN) <= plan.margin
+    assert plan.spared(stream + 1) in (spared, spared + plan.margin - TRIM_MARGIN)
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 64))

@@ -190,6 +190,16 @@ HEADERS = {
     "more sinks": header_change(config__sink=5),
     "layers of a number": header_change(config__layers=5),
     "another storage dtype": header_change(config__dtype="float16"),
+    "not packed": header_change(packed=False),
+    "packed of text": header_change(packed="yes"),
+    "packed of a number": header_change(packed=1),
+    "packed of nothing": header_change(packed=None),
+    "negative oldest": header_change(oldest=-1),
+    "oldest too large": header_change(oldest=158),
+    "oldest of text": header_change(oldest="0"),
+    "oldest of truth": header_change(oldest=True),
+    "oldest with a fraction": header_change(oldest=0.5),
+    "oldest beyond an array": header_change(oldest=2**40),
 }
 
 ARRAYS = {
@@ -224,6 +234,25 @@ ARRAYS = {
     "no class": lambda _, t: [t.pop(k) for k in classes(t)],
 }
 
+# Of an unpacked window, whose arrays 3 and 4 are the margin: 32 tokens that it evicted last.
+MARGINS = {
+    "packed": header_change(packed=True),
+    "not full": header_change(offset=60),
+    "of another window": header_change(config__window=59),
+    "keys of fewer tokens": array_change("0.3", lambda x: x[:, :, 1:]),
+    "values of more tokens": array_change("0.4", lambda x: mx.concatenate([x, x], 2)),
+    "one dimension less": array_change("0.3", lambda x: x[0]),
+    "another batch": array_change("0.4", lambda x: mx.concatenate([x, x])),
+    "other heads": array_change("0.3", lambda x: x[:, :1]),
+    "another head size": array_change("0.4", lambda x: x[..., :16]),
+    "another type": array_change("0.3", lambda x: x.astype(mx.float16)),
+    "integers": array_change("0.4", lambda x: x.astype(mx.int32)),
+    "no keys": array_change("0.3", lambda x: None),
+    "no values": array_change("0.4", lambda x: None),
+    "none": lambda a, _: [a.pop(k) for k in ("0.3", "0.4")],
+    "an array too many": lambda a, _: a.update({"0.5": mx.zeros((3,))}),
+}
+
 
 def classes(text: dict[str, str]) -> list[str]:
     return [name for name, value in text.items() if value == "QuantizedStreamingCache"]
@@ -241,9 +270,15 @@ def test_arrays_that_were_tampered_with_are_refused(path: Path, change: Any) -> 
     refused(path)
 
 
+@pytest.mark.parametrize("change", MARGINS.values(), ids=list(MARGINS))
+def test_a_margin_that_was_tampered_with_is_refused(path: Path, change: Any) -> None:
+    tampered(path, PLAIN, change)
+    refused(path)
+
+
 @pytest.mark.parametrize("ring_low", [0, 153, 187, 188, 246])
 def test_a_ring_that_lacks_what_the_next_query_sees_is_refused(path: Path, ring_low: int) -> None:
-    # 246 tokens follow the sinks, the ring holds 92 of them, the next query sees 59.
+    # 246 tokens follow the sinks, ring and margin hold 92 of them, the next query sees 59.
     tampered(path, PLAIN, header_change(ring_low=ring_low))
     if ring_low == 187:
         mlx_kivi.load_prompt_cache(path)  # the highest that will do

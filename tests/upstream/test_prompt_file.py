@@ -234,7 +234,7 @@ ARRAYS = {
     "no class": lambda _, t: [t.pop(k) for k in classes(t)],
 }
 
-# Of an unpacked window, whose arrays 3 and 4 are the margin: 32 tokens that it evicted last.
+# Of an unpacked window, whose arrays 3 and 4 are the margin: what left the ring last.
 MARGINS = {
     "packed": header_change(packed=True),
     "not full": header_change(offset=60),

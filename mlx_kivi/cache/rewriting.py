@@ -65,6 +65,7 @@ class Rewriting(Buffers):
         # What trim went back beyond is in no slot any more.
         self._ring_low = min(self._ring_low, start)
         self._store_low = min(self._store_low, self._groups)
+        self._oldest = min(self._oldest, start)
         if self.plan.residual is not None and start < stop:
             # Attention multiplies hidden slots too: what is forgotten must not be NaN there.
             free = self._ring_low + self.plan.ring - start
@@ -116,7 +117,7 @@ class Rewriting(Buffers):
 
     def _in_store(self, stream: int) -> bool:
         group = stream // self.plan.group
-        return self._store_low <= group < self._groups
+        return self._oldest <= stream and self._store_low <= group < self._groups
 
     def _pack_by(self, config: KVCacheConfig) -> None:
         """Hold the same tokens by a policy that differs in bits and group size alone.

@@ -163,3 +163,29 @@ def test_a_cache_that_is_packed_already_stays_and_says_so() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.to_quantized(group_size=64, bits=8) is cache
+
+
+def test_a_deep_trim_brings_no_filler_back() -> None:
+    """The window reached back to what was evicted before the change."""
+    plain = QuantizedStreamingCache(KVCacheConfig(sink=0, window=300, residual_length=16))
+    run(plain, Stream(340), [10] * 34)
+    other = plain.to_quantized(group_size=64, bits=4)
+    assert other.packed_tokens and other._oldest % 64
+    for n in range(33, 341):
+        assert not (other.can_trim(n) and not plain.can_trim(n)), n
+
+
+def test_a_cache_that_lost_all_its_fillers_is_as_new() -> None:
+    stream = Stream(900)
+    cache = QuantizedStreamingCache(KVCacheConfig(sink=0, window=400, residual_length=16))
+    run(cache, stream, [300])
+    other = cache.to_quantized(group_size=64, bits=4)
+    run(other, stream, [600], begin=300)
+    cache = QuantizedStreamingCache(KVCacheConfig(sink=0, window=400, residual_length=16))
+    run(cache, stream, [900])
+    late = cache.to_quantized(group_size=64, bits=4)
+    for one in (other, late):
+        one.trim(10**6)
+        run(one, stream, [4, 500], begin=0)
+        assert QuantizedStreamingCache.from_state(one.state).offset == one.offset
+        assert one.can_trim(20)

@@ -243,9 +243,9 @@ def test_both_command_lines_go_on_from_a_prompt_cache_file(
     kivi_generate([*ask, "--verbose", "F", *agreeing])
     assert capsys.readouterr().out == ours
     for flags, field in (
-        (("--kv-quantize", "int8"), "k_bits"),
-        (agreeing[:2] + agreeing[4:], "window"),
-        ((*agreeing, "--streaming-llm-sink", "2"), "sink"),
+        (("--kv-quantize", "int8"), "--kv-key-bits 4"),
+        (agreeing[:2] + agreeing[4:], "no --streaming-llm-window"),
+        ((*agreeing, "--streaming-llm-sink", "2"), "--streaming-llm-sink 2"),
     ):
         with pytest.raises(SystemExit) as ended:
             kivi_generate([*ask, *flags])

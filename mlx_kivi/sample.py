@@ -269,7 +269,8 @@ def _prefilled(
             _note(f"Prompt cache: {len(ids)} tokens written to {path}")
         return caches
     except PromptFileError as error:
-        raise CommandError(str(error).replace("--prompt-cache-file", str(path))) from None
+        line = in_flags(str(error)).replace("--prompt-cache-file", str(path))
+        raise CommandError(line) from None
 
 
 def _file(args: argparse.Namespace, config: KVCacheConfig, ids: list[int]) -> Path | None:

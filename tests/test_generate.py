@@ -212,7 +212,12 @@ def test_flags_that_contradict_a_prompt_file_are_refused(model_file, tmp_path, r
     prompt_file(model_file, path, KVCacheConfig.from_name("int4", window=150))
     flags = ["--kv-quantize", "int8", "--streaming-llm-window", 150]
     code, _, err = run("-p", "x", "--verbose", "False", "--prompt-cache-file", path, *flags)
-    assert code == 2 and err.count("\n") == 1 and "k_bits=4" in err and "k_bits=8" in err
+    assert (
+        code == 2
+        and err.count("\n") == 1
+        and "--kv-key-bits 4 " in err
+        and "--kv-key-bits 8:" in err
+    )
 
 
 def test_a_broken_prompt_file_ends_with_one_line(model_file, tmp_path, run):

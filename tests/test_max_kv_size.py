@@ -284,7 +284,7 @@ def test_a_flag_of_ours_compares_all_of_the_policy(run, prompt_file):
     base = ["-p", "the rain", "-m", 5, "--prompt-cache-file", path, "--max-kv-size", 140]
     assert run(model, *base, "--kv-quantize", "int8")[0] == 0
     code, _, err = run(model, *base, "--kv-quantize", "int4")
-    assert (code, err.count("\n")) == (2, 1) and "k_bits=8" in err and "k_bits=4" in err
+    assert (code, err.count("\n")) == (2, 1) and "--kv-key-bits 8 " in err and "bits 4:" in err
 
 
 def test_a_file_of_mlx_lms_own_caches_is_compared_too(run, prompt_file):

@@ -231,8 +231,8 @@ def test_a_cache_directory_keeps_prompts_policies_and_models_apart(run, make_fil
     "change, says",
     [
         (["--prompt", "KING"], "holds another prompt"),
-        (["--kv-quantize", "int8"], "k_bits"),
-        (["--streaming-llm-window", "20"], "window"),
+        (["--kv-quantize", "int8"], "--kv-key-bits 4"),
+        (["--streaming-llm-window", "20"], "--streaming-llm-window 30"),
     ],
     ids=["prompt", "bits", "window"],
 )

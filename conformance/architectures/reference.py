@@ -129,6 +129,15 @@ class DenseReference:
         return loose, packed
 
 
+class ChunkedReference(DenseReference):
+    """All keys and values ever seen, for a model that masks all but a query's own chunk."""
+
+    start_position = 0
+
+    def maybe_trim_front(self) -> None:
+        pass
+
+
 def half_steps(x: mx.array, which: int, bits: int, group: int) -> mx.array:
     """Half a step of the quantiser for keys (0) or values (1) x [B, H, T, D], its bound of error.
 
@@ -166,6 +175,8 @@ def reference_caches(model: Any, config: KVCacheConfig) -> list[Any]:
             return DenseReference(config.sink, config.window, **more)
         if type(cache) is mlx_caches.RotatingKVCache:
             return DenseReference(cache.keep, cache.max_size - cache.keep, **more)
+        if type(cache) is mlx_caches.ChunkedKVCache:
+            return ChunkedReference(0, cache.chunk_size, **more)
         if type(cache) is mlx_caches.CacheList:
             return mlx_caches.CacheList(*[convert(member) for member in cache.caches])
         return cache

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_caches
 
 import mlx_kivi
@@ -17,6 +17,8 @@ from mlx_kivi.models.factory import convert_all
 # mlx_lm builds plamo3's cache for a window of W tokens and its mask for W + 1: a chunk sees one
 # token more than single steps do.
 NOT_THE_STOCK_RULE = {"plamo3"}
+if not hasattr(KVCache, "keys_and_values"):
+    NOT_THE_STOCK_RULE.add("llama4")  # mlx-lm 0.31 loses tokens of chunks of no multiple of 256
 
 
 def feed(run: Iterator[int]) -> None:

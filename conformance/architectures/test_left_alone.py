@@ -6,7 +6,7 @@ import re
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache
+from mlx_lm.models.cache import ArraysCache
 
 import mlx_kivi
 from conformance.architectures import matrix, models
@@ -46,18 +46,6 @@ def test_recurrent_state_is_left_alone_and_its_bytes_are_said(name: str, layers:
     ours = sum(isinstance(c, QuantizedStreamingCache) for c in caches)
     assert ours == len(caches) - len(states)
     assert percent == 100 if ours == 0 else 0 < percent < 100
-
-
-def test_chunked_attention_is_left_alone_and_its_bytes_are_said() -> None:
-    text, caches = left_alone("llama4")
-    model = models.build("llama4")
-    own = model.make_cache()
-    for length in (TOKENS - 1, 1):  # as mlx_lm feeds a prompt
-        mx.eval(model(mx.zeros((1, length), mx.int32), cache=own))
-    chunked = [cache for cache in own if isinstance(cache, ChunkedKVCache)]
-    size = report.size(sum(cache.nbytes for cache in chunked))
-    assert share(text, "ChunkedKVCache")[:2] == ("3 of 4", size)
-    assert sum(isinstance(cache, ChunkedKVCache) for cache in caches) == len(chunked) == 3
 
 
 @pytest.mark.skipif("deepseek_v41" not in models.names(), reason="this mlx-lm has no deepseek_v41")

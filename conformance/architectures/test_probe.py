@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 import mlx_kivi
 from conformance.architectures import matrix, models
@@ -72,6 +72,11 @@ class ComputesInAShortWindow(Computes):
         return [RotatingKVCache(max_size=8), RotatingKVCache(max_size=8)]
 
 
+class ComputesInChunks(Computes):
+    def make_cache(self) -> list[Any]:
+        return [ChunkedKVCache(64), ChunkedKVCache(64)]
+
+
 class Fails(Passes):
     def attend(self, *args: Any) -> mx.array:
         raise RuntimeError("not today")
@@ -85,6 +90,7 @@ class Fails(Passes):
         (CallsTheKernel, False),
         (ComputesOnShortCalls, False),
         (ComputesInAShortWindow, False),
+        (ComputesInChunks, False),
         (Fails, False),
     ],
 )

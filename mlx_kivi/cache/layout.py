@@ -221,6 +221,11 @@ class Snapshot:
 
     def reorder(self, mask: mx.array) -> mx.array:
         """Columns of a mask [..., length] over dense arrays, as ring, store and chunk lie."""
+        return mask[..., self._order]
+
+    @cached_property
+    def _order(self) -> mx.array:
+        """Where dense arrays have what is in each slot; anywhere for a slot that is hidden."""
         plan = self.plan
         positions = np.concatenate(
             [
@@ -229,8 +234,9 @@ class Snapshot:
                 np.arange(self.placed, self.placed + self.chunk),
             ]
         )
-        order = np.searchsorted(self.ordered_positions(), positions)
-        return mask[..., mx.array(np.minimum(order, self.length - 1))]
+        stream = np.maximum(positions - min(self.low, self.placed), 0) + self.sinks
+        order = np.where(positions < self.sinks, positions, stream)
+        return mx.array(np.clip(order, 0, self.length - 1).astype(np.uint32))
 
     def _rows(self) -> tuple[int, int, int | None, int]:
         return self.first_query, self.queries, self.plan.window, self.plan.sink

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from ..config import BITS, PRESETS, KVCacheConfig, listed, with_max_kv_size
@@ -112,16 +113,19 @@ _FLAGS = {
     "residual_length": "--kv-residual",
     "sink": "--streaming-llm-sink",
     "window": "--streaming-llm-window",
-    "kv-quantize": "--kv-quantize",
 }
+# Words of their own: "window=30", but not where it is part of a path.
+_SETTINGS = re.compile(rf"(?<!\S)({'|'.join(_FLAGS)})=([\w.-]+)(?=[\s,:;]|$)")
 
 
 def in_flags(message: str) -> str:
     """A message about fields of a policy, with the flags in their place."""
-    for field, flag in _FLAGS.items():
-        for mark in ("=", " "):
-            if message.startswith(field + mark):
-                message = flag + " " + message[len(field) + 1 :]
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = _FLAGS[found[1]], found[2]
+        return f"no {name}" if value == "None" else f"{name} {value}"
+
+    message = re.sub("^kv-quantize ", "--kv-quantize ", _SETTINGS.sub(flag, message))
     message = message.replace(", or None", "").replace("or None to", "or leave it out to")
     message = message.replace("reposition=True", "--streaming-llm-reposition")
     return message

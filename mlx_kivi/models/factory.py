@@ -11,6 +11,7 @@ from .. import hooks
 from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import INDEXED, READ_STATE, module_names, own_caches
+from .chunked import ChunkedCache
 from .counted_keys import counting
 from .latent_caches import latents
 from .learned_positions import restarting
@@ -124,13 +125,16 @@ def convert(
     """One cache by its kind; a kind that is not known is returned as it is.
 
     `KVCache` takes the policy; `RotatingKVCache`, a window the model was trained with, keeps that
-    window and its own sinks; `CacheList` is converted member by member.
+    window and its own sinks, `ChunkedKVCache` its chunk; `CacheList` is converted member by member.
     """
     if type(cache) is mlx_caches.KVCache:
         return QuantizedStreamingCache(config, packed_attention=packed_attention)
     if type(cache) is mlx_caches.RotatingKVCache and cache.max_size > cache.keep:
         trained = config.replace(sink=cache.keep, window=cache.max_size - cache.keep)
         return QuantizedStreamingCache(trained, packed_attention=packed_attention)
+    if type(cache) is mlx_caches.ChunkedKVCache:
+        trained = config.replace(sink=0, window=cache.chunk_size)
+        return ChunkedCache(trained, packed_attention=packed_attention)
     if type(cache) is mlx_caches.CacheList:
         members = []
         for i, member in enumerate(cache.caches):

@@ -171,9 +171,8 @@ def restarting(model: Any, config: KVCacheConfig, caches: list[Any]) -> list[Any
         return caches
     if config.sink + config.window > size:
         raise ValueError(
-            f"a window of {config.window} and {config.sink} sinks are more than the model's "
-            f"learned position table (ctx = {size}): use --streaming-llm-window "
-            f"{size - config.sink} or less"
+            f"window={config.window} and sink={config.sink} are more than the model's learned "
+            f"position table (ctx = {size}): use window={size - config.sink} or less"
         )
     first = caches[0]
     return [

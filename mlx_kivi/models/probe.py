@@ -12,6 +12,7 @@ from .. import hooks
 from ..config import KVCacheConfig
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import DENSE, PACKED, module_names, own_caches
+from .chunked import ChunkedCache
 
 _PROBE = KVCacheConfig(k_bits=8, v_bits=8, group_size=32, residual_length=0, sink=0)
 _probed: dict[tuple[type, str], bool] = {}
@@ -60,6 +61,8 @@ def _runs_on_handles(model: Any) -> bool:
 def _packed_at_once(cache: Any) -> Any:
     if type(cache) in (mlx_caches.KVCache, mlx_caches.RotatingKVCache):
         return QuantizedStreamingCache(_PROBE, packed_attention=True)
+    if type(cache) is mlx_caches.ChunkedKVCache:
+        return ChunkedCache(_PROBE, packed_attention=True)
     if type(cache) is mlx_caches.CacheList:
         return mlx_caches.CacheList(*[_packed_at_once(member) for member in cache.caches])
     return cache

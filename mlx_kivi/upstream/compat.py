@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 
+from ..models.chunked import ChunkedCache
 from ..models.counted_keys import CountedKeysCache
 from ..models.latent_caches import LatentCache
 from ..models.learned_positions import RestartingCache
@@ -21,7 +22,13 @@ from ..quantized_streaming_cache import QuantizedStreamingCache
 
 OURS = {
     cls.__name__: cls
-    for cls in (QuantizedStreamingCache, RestartingCache, CountedKeysCache, LatentCache)
+    for cls in (
+        QuantizedStreamingCache,
+        RestartingCache,
+        ChunkedCache,
+        CountedKeysCache,
+        LatentCache,
+    )
 }
 _MAX_DEPTH = 16  # of lists in lists
 

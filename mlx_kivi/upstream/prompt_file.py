@@ -96,15 +96,16 @@ def check(caches: list[Any], expected: list[Any]) -> None:
         )
     for layer, pair in enumerate(zip(caches, expected, strict=True)):
         flat = [list(_members(cache)) for cache in pair]
+        # First the settings: what a cache is for may follow from them.
+        for theirs, ours in zip(*flat, strict=False):
+            if all(isinstance(cache, QuantizedStreamingCache) for cache in (theirs, ours)):
+                _compare(layer, theirs.config, ours.config)
         kinds = [", ".join(map(_kind, members)) for members in flat]
         if kinds[0] != kinds[1]:
             raise PromptFileError(
                 f"--prompt-cache-file has {kinds[0]} for layer {layer}, the flags give "
                 f"{kinds[1]}: leave the cache's flags out, or make the file again"
             )
-        for theirs, ours in zip(*flat, strict=True):
-            if isinstance(theirs, QuantizedStreamingCache):
-                _compare(layer, theirs.config, ours.config)
 
 
 def _kind(cache: Any) -> str:
@@ -148,7 +149,7 @@ def dispatch_load(file_name: Any, return_metadata: bool) -> Any:
         caches = _restore(file_name, records)
         return (caches, metadata) if return_metadata else caches
     with _broken_if_it_fails(file_name):
-        return hooks.attention.original("load_prompt_cache")(file_name, return_metadata)
+        return hooks.attention.original("load_prompt_cache")(_named(file_name), return_metadata)
 
 
 def _named(file_name: str | os.PathLike[str]) -> str:

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from mlx_kivi import KVCacheConfig
-from mlx_kivi.commands.flags import add_arguments, from_arguments
+from mlx_kivi.commands.flags import add_arguments, from_arguments, in_flags
 from mlx_kivi.config import PRESETS
 
 
@@ -102,3 +102,17 @@ def test_a_bad_flag_is_named_in_one_line(argv: str, flag: str, mend: str) -> Non
     assert "None" not in message
     for field in ("k_bits", "v_bits", "group_size", "residual_length", "max_kv_size", "window="):
         assert field not in message
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("window=30 and sink=4: use window=9", "--streaming-llm-window 30 and "),
+        ("use window=9 or less", "use --streaming-llm-window 9 or less"),
+        ("with k_bits=4 (layer 0), the flags give k_bits=None:", "give no --kv-key-bits:"),
+        ("runs/window=30/a: no such file", "runs/window=30/a: no such file"),
+        ("window=30/a: no such file", "window=30/a: no such file"),
+    ],
+)
+def test_messages_about_settings_name_flags_and_leave_paths_alone(message: str, said: str) -> None:
+    assert said in in_flags(message)

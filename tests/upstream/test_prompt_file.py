@@ -17,6 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.models.learned_positions import RestartingCache
 from mlx_kivi.upstream.prompt_file import PromptFileError, check
 
 PACKED = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, residual_length=16, window=90)
@@ -351,6 +352,14 @@ def test_the_suffix_is_appended_as_mlx_lm_does(tmp_path: Path) -> None:
     assert mlx_kivi.load_prompt_cache(tmp_path / "chat")[0].offset == 250
 
 
+def test_a_file_of_stock_caches_is_found_without_its_suffix(tmp_path: Path) -> None:
+    cache = KVCache()
+    cache.update_and_fetch(*mx.zeros((2, 1, 2, 7, 32)))
+    mlx_caches.save_prompt_cache(str(tmp_path / "chat.safetensors"), [cache])
+    with mlx_kivi.patched():
+        assert mlx_caches.load_prompt_cache(str(tmp_path / "chat"))[0].offset == 7
+
+
 # Settings
 
 
@@ -377,6 +386,14 @@ def test_settings_that_contradict_the_flags_are_named(
     message = str(caught.value)
     assert message.startswith("--prompt-cache-file") and "\n" not in message
     assert all(word in message for word in words)
+
+
+def test_a_window_that_changes_what_a_cache_is_for_is_named() -> None:
+    caches = [RestartingCache(PLAIN)]
+    with pytest.raises(PromptFileError, match=r"with window=60 \(layer 0\), .* give window=None:"):
+        check(caches, [QuantizedStreamingCache(PLAIN.replace(window=None))])
+    with pytest.raises(PromptFileError, match="has RestartingCache for layer 0"):
+        check(caches, [QuantizedStreamingCache(PLAIN)])
 
 
 def test_members_of_a_list_of_caches_are_compared_too() -> None:

@@ -161,40 +161,23 @@ class KeyStore(GroupStore):
 
     def scores(self, queries: mx.array) -> mx.array:
         """queries [B, H, rows, D] float32 times (keys - shift): [B, H, rows, capacity · G]."""
-        if self.bits is None:
-            return queries @ self.arrays[0].astype(mx.float32).swapaxes(-1, -2)
-        words, scales, zeros = self.arrays
-        return mx.quantized_matmul(
-            queries,
-            words,
-            scales.astype(mx.float32),
-            zeros.astype(mx.float32),
-            transpose=False,
-            group_size=self.group_size,
-            bits=self.bits,
-        )
+        return self.packed().scores(queries)
 
-    def weighted(self, weights: mx.array) -> mx.array:
-        """weights [B, H, rows, capacity · G] float32 times (keys - shift): [B, H, rows, D]."""
+    def packed(self) -> PackedKeys | PlainKeys:
+        """Products with the keys where they lie."""
         if self.bits is None:
-            return weights @ self.arrays[0].astype(mx.float32)
+            return PlainKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))
         words, scales, zeros = self.arrays
-        return mx.quantized_matmul(
-            weights,
-            words,
-            scales.astype(mx.float32),
-            zeros.astype(mx.float32),
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-        )
+        # Once for both products.
+        wide = scales.astype(mx.float32), zeros.astype(mx.float32)
+        return PackedKeys(words, *wide, self.bits, self.group_size)
 
-    def unpacked(self, after: mx.array) -> UnpackedKeys:
-        """What serves the same products from floats, unpacked once ``after`` is there."""
+    def unpacked(self, after: mx.array) -> PlainKeys:
+        """The same products, from keys that are unpacked once ``after`` is there."""
         if self.bits is None:
-            return UnpackedKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))
+            return PlainKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))
         words, scales, zeros = mx.depends(self.arrays, [after])
-        return UnpackedKeys(dequantize(words, scales, zeros, self.bits, self.group_size))
+        return PlainKeys(dequantize(words, scales, zeros, self.bits, self.group_size))
 
     def live_arrays(self) -> list[mx.array]:
         return super().live_arrays() + ([] if self.shift is None else [self.shift])
@@ -221,17 +204,46 @@ class KeyStore(GroupStore):
         return stored_as(x if self.shift is None else x + self.shift, self.dtype)
 
 
-class UnpackedKeys(NamedTuple):
-    """Keys [B, H, D, T] in float32, their shift taken off."""
+class PackedKeys(NamedTuple):
+    """Words [B, H, D, T · bits / 32], scales and zeros [B, H, D, T / G] float32."""
+
+    words: mx.array
+    scales: mx.array
+    zeros: mx.array
+    bits: int
+    group_size: int
+
+    def scores(self, queries: mx.array) -> mx.array:
+        """queries [B, H, rows, D] float32 times the keys: [B, H, rows, T]."""
+        return self._product(queries, transpose=False)
+
+    def weighted(self, weights: mx.array) -> mx.array:
+        """weights [B, H, rows, T] float32 times the keys: [B, H, rows, D]."""
+        return self._product(weights, transpose=True)
+
+    def _product(self, x: mx.array, transpose: bool) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            self.words,
+            self.scales,
+            self.zeros,
+            transpose=transpose,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+
+class PlainKeys(NamedTuple):
+    """Keys [B, H, D, T] in float32."""
 
     keys: mx.array
 
     def scores(self, queries: mx.array) -> mx.array:
-        """As `KeyStore.scores`."""
+        """As `PackedKeys.scores`."""
         return queries @ self.keys
 
     def weighted(self, weights: mx.array) -> mx.array:
-        """As `KeyStore.weighted`."""
+        """As `PackedKeys.weighted`."""
         return weights @ self.keys.swapaxes(-1, -2)
 
 

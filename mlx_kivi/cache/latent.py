@@ -48,14 +48,14 @@ def attend_latent(
     if store.shift is not None:
         ring = ring - store.shift
     few = heads <= MAX_PACKED_ROWS or mx.default_device().type == mx.gpu
-    words = store if few else store.unpacked(after=view.ring[0])
-    scores = mx.concatenate([q @ ring.swapaxes(-1, -2), words.scores(q)], axis=-1)
+    packed = store.packed() if few else store.unpacked(after=view.ring[0])
+    scores = mx.concatenate([q @ ring.swapaxes(-1, -2), packed.scores(q)], axis=-1)
     if mask is not None:
         scores = scores + mask.astype(mx.float32).reshape(batch, 1, heads, -1)
     if shot.slot_bias is not None:
         scores = scores + shot.slot_bias
     weights = mx.split(mx.softmax(scores, axis=-1), [ring.shape[2]], axis=-1)
-    out = mx.addmm(words.weighted(weights[1]), weights[0], ring)
+    out = mx.addmm(packed.weighted(weights[1]), weights[0], ring)
     if store.shift is not None:
         out = out + store.shift  # taken off all of them, and weights sum to 1
     return out.reshape(batch, heads, 1, dim).astype(queries.dtype)

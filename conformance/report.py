@@ -20,7 +20,8 @@ import mlx.core as mx
 import mlx_kivi
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import flat
-from mlx_kivi.models.architectures import DENSE, PACKED, own_caches
+from mlx_kivi.models.architectures import DENSE, INDEXED, LATENT, PACKED, own_caches
+from mlx_kivi.report import size
 
 PATH = Path(__file__).parent.parent / "docs" / "architectures.md"
 POLICY = "int4 + sinks + window"
@@ -28,15 +29,21 @@ POLICY = "int4 + sinks + window"
 PROBED = {"gear"}
 LEFT_ALONE = {
     "ArraysCache": "recurrent state, of one size however many tokens it has seen",
-    "ChunkedKVCache": "the model itself drops what lies before its chunk",
-    "LayerCache": "a class of the model's own, which gathers rows of compressed tokens",
+    "LayerCache": "a class of DeepSeek V4.1's own, out of which the model takes compressed rows as "
+    "arrays and gathers some: packed, all would be unpacked at each step. A layer that makes them "
+    "for others holds (`head_dim` + `index_head_dim`) / ratio channels a token, 1,280 B at a ratio "
+    "of 1 in 16 bits (512 + 128 channels), where 4 bits would take 360 B; the others do not grow",
 }
-HEADER = "| module | its caches | stored packed | read | why dense | left alone |"
+HEADER = "| module | its caches | stored packed | read | a step unpacks | why | left alone |"
+# What a step of one token unpacks, beside what is held.
+KEYS_AND_VALUES = "a layer's keys and values"
+POSITIONAL = "a layer's positional part"
+POSITIONAL_OR_ALL = "a layer's positional part; all of it past `index_topk` tokens"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One module: kinds of cache it makes and how many, how many of ours, how they are read."""
+    """One module: kinds of cache it makes and how many, how many of ours."""
 
     name: str
     kinds: Counter[str]
@@ -45,19 +52,32 @@ class Row:
     @property
     def line(self) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(self.kinds.items()))
-        total = sum(n for kind, n in self.kinds.items() if kind != "ArraysCache")
-        stored = "all" if total == self.ours else f"{self.ours} of {total}"
-        stored = stored if self.ours else "none"
         left = ", ".join(kind for kind in LEFT_ALONE if kind in self.kinds)
         why = DENSE.get(self.name, "")
-        return f"| `{self.name}` | {kinds} | {stored} | {reads(self.name)} | {why} | {left} |"
+        how = f"{reads(self.name)} | {unpacks(self.name)} | {why}"
+        return f"| `{self.name}` | {kinds} | {self.stored} | {how} | {left} |"
+
+    @property
+    def stored(self) -> str:
+        total = sum(n for kind, n in self.kinds.items() if kind != "ArraysCache")
+        stored = "all" if total == self.ours else f"{self.ours} of {total}"
+        return stored if self.ours else "none"
 
 
 def reads(name: str) -> str:
     """What a module's attention reads of our caches, by `models.architectures`."""
+    if name in LATENT:
+        return "packed at decode"
     if name in DENSE:
-        return "dense"
+        return "arrays"
     return "packed" if name in PACKED | PROBED else "none"
+
+
+def unpacks(name: str) -> str:
+    """What a step of one token unpacks on a GPU, by `models.architectures`."""
+    if name in LATENT:
+        return POSITIONAL_OR_ALL if name in INDEXED else POSITIONAL
+    return KEYS_AND_VALUES if name in DENSE else "nothing"
 
 
 def measure(name: str) -> Row:
@@ -67,6 +87,8 @@ def measure(name: str) -> Row:
         RuntimeError: if anything of ours is not stored packed, or not read as the table says.
     """
     model = models.build(name)
+    if name in LATENT & INDEXED:  # fewer tokens than its indexer picks
+        model = type(model)(type(model.args)(**{**vars(model.args), "index_topk": 512}))
     caches = mlx_kivi.make_prompt_cache(model, matrix.POLICIES[POLICY])
     *prompt, token = matrix.parts()[:5]
     for part in prompt:
@@ -74,9 +96,12 @@ def measure(name: str) -> Row:
     with matrix.counted() as counts:
         mx.eval(matrix.logits(model, token, caches))
     ours = [c for c in flat(caches) if isinstance(c, mlx_kivi.QuantizedStreamingCache)]
-    if not all(cache.packed_tokens for cache in ours):
+    # Only a window that the model was trained with may be too small to pay.
+    trained = matrix.POLICIES[POLICY].window
+    if not all(cache.packed_tokens or cache.config.window != trained for cache in ours):
         raise RuntimeError(f"{name}: a layer is not stored packed")
-    read = "dense" if counts.dense else "packed" if counts.packed else "none"
+    read = "arrays" if counts.dense else "packed" if counts.packed else "none"
+    read = "packed at decode" if counts.latent else read
     if read != reads(name):
         raise RuntimeError(f"{name}: read {read}, and not {reads(name)}: mend the tables")
     kinds = Counter(type(cache).__name__ for cache in flat(own_caches(model)))
@@ -86,8 +111,11 @@ def measure(name: str) -> Row:
 def document(rows: list[Row]) -> str:
     """The page. Numbers in its text are counts of its own rows."""
     by_read = Counter(reads(row.name) for row in rows)
-    keep = [row for row in rows if {"KVCache", "RotatingKVCache"} & set(row.kinds)]
-    whole = [row for row in keep if "ChunkedKVCache" not in row.kinds]
+    keep = [row for row in rows if row.ours]
+    whole = [row for row in keep if row.stored == "all"]
+    # Bytes a channel that a step takes, as `Part.step_bytes` of mlx_kivi.report counts them.
+    each = (0, 10), (10, 10), (8, 10)
+    part, latents, on_cpu = (size((512 * a + 64 * b) * 32_768) for a, b in each)
     return f"""# Architectures
 
 Each module of `mlx_lm.models` in mlx-lm {models.MLX_LM}, with a tiny random model, generating
@@ -96,18 +124,28 @@ Written by `python -m conformance.report`; the tests in `conformance/architectur
 module, under five policies, with the stock caches or a dense reference.
 
 - {len(rows)} of {len(rows)} generate.
-- {len(keep)} have a `KVCache` or `RotatingKVCache`; {len(whole)} of them store the keys and
-  values of every attention layer packed. The other one is `llama4`, in three layers of four.
+- {len(whole)} of the {len(keep)} that have caches of keys and values store them packed, in every
+  attention layer. A window that the model was trained with is left unpacked where it is so small
+  that packing it does not pay.
 - {by_read["packed"]} are read packed: their attention works on quantised data, through handles.
-- {by_read["dense"]} are read dense: stored packed all the same, they get arrays, unpacked layer by
-  layer at each call.
+- {by_read["packed at decode"]} are read packed at decode: a step of one token multiplies packed
+  latents, which are its keys and values at once. Calls of several tokens get arrays.
+- {by_read["arrays"]} get arrays, unpacked from the same packed storage at each call.
 - {by_read["none"]} have nothing that we store.
 
-A module that is not in this table (your own model, a newer mlx-lm) is tried once, and read dense
-when in doubt. `mlx_kivi.describe(model, caches)` says for a model what is left alone, in bytes.
+Arrays are unpacked layer by layer, each once the call has reached it: a step's peak does not grow
+with depth. A module that is not in this table (your own model, a newer mlx-lm) is tried once, and
+gets arrays when in doubt.
+
+What a step unpacks takes, beside what is held and for one layer at a time, two copies in float32
+and the array in the model's own type: 10 B a channel and token in 16 bits. For latent attention of
+512 + 64 channels at 32,768 tokens that is {part} for the positional part alone, and {latents} where
+an indexer has to choose. On a CPU, whose products of packed data are slower than unpacking once for
+so many heads, the latent takes 8 B a channel more, {on_cpu} in all.
+`mlx_kivi.describe(model, caches)` says these bytes for a model, and what is left alone.
 
 {HEADER}
-|---|---|---|---|---|
+|---|---|---|---|---|---|---|
 {chr(10).join(row.line for row in rows)}
 
 ## Left alone

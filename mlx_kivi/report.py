@@ -17,6 +17,7 @@ from .cache.sizes import Heads, best_plan, stored_bytes
 from .config import value_group
 from .models.architectures import own_caches
 from .models.factory import ours
+from .models.latent_caches import LatentCache
 from .quantized_streaming_cache import QuantizedStreamingCache
 
 LONG = 32_768  # tokens at which costs are compared
@@ -70,6 +71,39 @@ class Part:
         if self.heads is None or not self.cache.empty():
             return self.cache.plan
         return best_plan(self.cache.config, self.heads)
+
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes that a step at ``tokens`` tokens takes beside what is held, 0 if it unpacks none.
+
+        What is not read packed is unpacked while its layer runs: two copies in float32 and, but
+        for the latents of a `LatentCache`, the array that the model gets.
+        """
+        if not self.ours or self.heads is None or self.cache.packed_attention:
+            return 0
+        if not self.plan.groups(tokens):
+            return 0
+        floats = 2 * mx.float32.size
+        arrays = floats + self.heads.dtype.size
+        of_keys = arrays
+        if self._latents(tokens):
+            of_keys = 0 if self.reads_latents_packed(tokens) else floats
+        each = self.heads.key_dim * of_keys + self.heads.value_dim * arrays
+        return self.heads.count * each * self._seen(tokens)
+
+    def reads_latents_packed(self, tokens: int) -> bool:
+        """Whether a step at ``tokens`` tokens unpacks the positional part of keys alone."""
+        # A CPU does so for `MAX_PACKED_ROWS` query heads at most, and no large model has so few.
+        return self._latents(tokens) and mx.default_device().type == mx.gpu
+
+    def _latents(self, tokens: int) -> bool:
+        """Whether a step gets no array of latents: all are seen, none picked by an indexer."""
+        limit = getattr(self.cache, "limit", None)
+        few = limit is None or self._seen(tokens) <= limit
+        return isinstance(self.cache, LatentCache) and few
+
+    def _seen(self, tokens: int) -> int:
+        window = self.plan.window
+        return tokens if window is None else min(tokens, self.plan.sink + window)
 
     def packed_bytes(self) -> int:
         """Bytes of a full window of ours, were it packed."""
@@ -176,7 +210,8 @@ def _own_bytes(own: Any) -> int:
 
 
 def describe(model: Any, caches: list[Any], tokens: int = LONG) -> str:
-    """What is in force, for people: the policy, layers by kind, bytes at ``tokens`` and at 32K."""
+    """What is in force, for people: the policy, layers by kind, what a step unpacks, and bytes at
+    ``tokens`` and at 32K."""
     flat = parts(model, caches)
     lines = []
     policies = Counter(p.cache.config.describe() for p in flat if p.ours)
@@ -185,6 +220,7 @@ def describe(model: Any, caches: list[Any], tokens: int = LONG) -> str:
     lines += unconverted(model, caches, flat=flat, tokens=tokens)
     lines += _regrouped(flat)
     lines += _unpacked(flat)
+    lines += _in_a_step(flat, max(tokens, LONG))
     for length in sorted({tokens, LONG}):
         now, full = (sum(f(p) for p in flat) for f in (_bytes(length), _full(length)))
         if full:
@@ -251,6 +287,20 @@ def _unpacked(flat: list[Part]) -> list[str]:
             why = f"a window of {window} takes {size(now)} unpacked, {size(packed)} packed"
         lines.append(f"{len(small)} of {len(flat)} layers are not packed: {why}")
     return lines
+
+
+def _in_a_step(flat: list[Part], tokens: int) -> list[str]:
+    """What a step unpacks of layers that are not read packed, and takes beside what is held."""
+    found = [p for p in flat if p.step_bytes(tokens)]
+    if not found:
+        return []
+    part = all(p.reads_latents_packed(tokens) for p in found)
+    what = "the positional part of " if part else ""
+    most = size(max(p.step_bytes(tokens) for p in found))
+    return [
+        f"A step unpacks {what}{len(found)} of {len(flat)} layers, one at a time: {most} more "
+        f"at {tokens:,} tokens"
+    ]
 
 
 def _bytes(tokens: int):

@@ -6,6 +6,7 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlx_lm.models.llama import Model
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_kivi
+from conformance.architectures import models
 from conformance.common import tiny_llama
 from mlx_kivi import KVCacheConfig, report
 from mlx_kivi.cache.sizes import Heads
@@ -192,3 +194,100 @@ def test_a_window_that_does_not_pay_packed_is_said_in_bytes() -> None:
     assert mlx_kivi.describe(model, caches) == told
     wide = mlx_kivi.make_prompt_cache(model, policy.replace(window=1000))
     assert "not packed" not in mlx_kivi.describe(model, wide)
+
+
+# What a step unpacks
+
+STEP_AT = 4096  # tokens
+SHAPES = {
+    "gemma2": {},
+    "plamo": {},
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 9},
+    "deepseek_v32": {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+
+
+def held(name: str, dtype: mx.Dtype, **changes: Any) -> tuple[nn.Module, list[Any]]:
+    """A model of a module of mlx_lm, and int4 caches that hold STEP_AT tokens."""
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    settings = {**models.CONFIGS[name], **SHAPES.get(name, {}), **changes}
+    model = module.Model(module.ModelArgs.from_dict(settings))
+    model.set_dtype(dtype)
+    caches = mlx_kivi.make_prompt_cache(model, KVCacheConfig.from_name("int4"))
+    for part in report.parts(model, caches):
+        shape = 1, part.heads.count, STEP_AT
+        dims = part.heads.key_dim, part.heads.value_dim
+        part.cache.update_and_fetch(*[mx.random.normal((*shape, d)).astype(dtype) for d in dims])
+    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))  # packs what was just put in
+    mx.eval([cache.state for cache in caches])
+    return model, caches
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+def peak_of_a_step(model: nn.Module, caches: list[Any]) -> int:
+    """Bytes that are alive at most in a step, beside those before it."""
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gemma2", mx.float32),
+        ("gemma2", mx.float16),
+        ("plamo", mx.float32),
+        ("deepseek_v3", mx.float32),
+        ("deepseek_v3", mx.float16),
+        ("deepseek_v32", mx.float32),
+    ],
+)
+def test_what_a_step_is_said_to_take_is_what_it_takes(
+    name: str, dtype: mx.Dtype, layers: int
+) -> None:
+    """A fifth more for activations at most; less where mlx gives a copy back before the next."""
+    model, caches = held(name, dtype, num_hidden_layers=layers)
+    parts = report.parts(model, caches)
+    said = max(part.step_bytes(STEP_AT) for part in parts)
+    assert 0.6 * said < peak_of_a_step(model, caches) < 1.2 * said
+    more = f"A step unpacks {len(parts)} of {len(parts)} layers, one at a time: "
+    assert more in mlx_kivi.describe(model, caches)
+
+
+def test_a_gpu_unpacks_no_latents_but_for_an_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.gpu))
+    model, caches = held("deepseek_v3", mx.float32)
+    said = report.parts(model, caches)[0].step_bytes(STEP_AT)
+    assert said == STEP_AT * 64 * 12
+    # Scores of 4 heads count beside so little; one copy of the latents would be 2.7 times it.
+    assert 0.6 * said < peak_of_a_step(model, caches) < 2 * said
+    told = mlx_kivi.describe(model, caches)
+    most = report.size(report.LONG * 64 * 12)
+    more = f"the positional part of 2 of 2 layers, one at a time: {most} more at 32,768 tokens"
+    assert f"A step unpacks {more}" in told
+
+    for topk, latent in ((STEP_AT - 1, True), (STEP_AT, False)):
+        main = report.parts(*held("deepseek_v32", mx.float32, index_topk=topk))[0]
+        assert main.step_bytes(STEP_AT) == STEP_AT * (64 + 512 * latent) * 12
+
+
+def test_nothing_is_said_where_a_step_unpacks_nothing() -> None:
+    """A window bounds what there is to unpack, and may leave nothing packed."""
+    model = models.build("gemma2")
+    for window, tokens in ((1000, 1004), (100, 0)):
+        caches = mlx_kivi.make_prompt_cache(model, KVCacheConfig.from_name("int8", window=window))
+        for part in report.parts(model, caches):
+            assert part.step_bytes(report.LONG) == part.heads.count * tokens * (32 + 32) * 12
+        assert ("A step unpacks 2 of 2 layers" in mlx_kivi.describe(model, caches)) is (tokens > 0)
+    assert "A step unpacks" not in text(tiny_llama())

@@ -57,3 +57,11 @@ def test_a_class_of_the_models_own_is_left_alone_and_its_growth_is_said() -> Non
         mx.eval(model(mx.zeros((1, TOKENS // 4), mx.int32), cache=own))
     assert share(text, "LayerCache") == ("6 of 6", report.size(sum(c.nbytes for c in own)), 100)
     assert [type(cache) for cache in caches] == [type(cache) for cache in own]
+    # As docs/architectures.md says it: rows for others, of so many channels.
+    args = model.args
+    rows = 4 * (args.head_dim + args.index_head_dim)
+    expected = [
+        rows / ratio if layer in args.kv_source_layer_ids else 0
+        for layer, ratio in enumerate(args.compress_ratios)
+    ]
+    assert [part.growth[0] for part in report.parts(model, caches)] == expected

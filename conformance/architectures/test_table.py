@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import pkgutil
 import warnings
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,14 +70,20 @@ def test_the_page_agrees_with_the_table() -> None:
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         rows[name.strip("`")] = cells
     assert set(rows) == set(models.CONFIGS)
-    for name, (kinds, stored, read, why, left) in rows.items():
+    for name, (kinds, stored, read, unpacks, why, left) in rows.items():
         assert read == report.reads(name), name
+        assert unpacks == report.unpacks(name), name
         assert why == DENSE.get(name, ""), name
         assert left == ", ".join(kind for kind in report.LEFT_ALONE if f" {kind}" in kinds), name
         assert (stored == "none") is (read == "none"), name
-    assert f"- {sum(row[2] == 'packed' for row in rows.values())} are read packed" in page
+    counts = Counter(read for _, _, read, *_ in rows.values())
+    assert f"- {counts['packed']} are read packed:" in page
+    assert f"- {counts['packed at decode']} are read packed at decode:" in page
+    assert f"- {counts['arrays']} get arrays," in page
 
 
-@pytest.mark.parametrize("name", sorted({"deepseek_v3", "falcon_h1", "llama4", "mamba"}))
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "deepseek_v32", "falcon_h1", "gemma2", "llama4", "mamba"]
+)
 def test_a_row_is_what_is_measured(name: str) -> None:
     assert report.measure(name).line in report.PATH.read_text().splitlines()

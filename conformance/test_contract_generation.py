@@ -69,7 +69,6 @@ def test_a_draft_model_changes_no_token(
     assert len(set(want)) > 40
 
 
-@pytest.mark.usefixtures("unpatched")
 @every_policy
 def test_more_drafts_than_a_cache_can_serve_are_refused(
     name: str, llama: nn.Module, draft: nn.Module, monkeypatch: pytest.MonkeyPatch

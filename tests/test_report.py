@@ -234,9 +234,12 @@ def on_cpu() -> Iterator[None]:
 def peak_of_a_step(model: nn.Module, caches: list[Any]) -> int:
     """Bytes that are alive at most in a step, beside those before it."""
     gc.collect()
+    # Under a limit, mlx waits for one operation's memory before it takes that of the next.
+    limit = mx.set_memory_limit(1)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=caches))
+    mx.set_memory_limit(limit)
     return mx.get_peak_memory() - before
 
 
@@ -256,11 +259,12 @@ def peak_of_a_step(model: nn.Module, caches: list[Any]) -> int:
 def test_what_a_step_is_said_to_take_is_what_it_takes(
     name: str, dtype: mx.Dtype, layers: int
 ) -> None:
-    """A fifth more for activations at most; less where mlx gives a copy back before the next."""
+    """A fifth more for activations at most; half where mlx gives each copy back before the next,
+    as it does here: a CPU's threads run ahead of that otherwise."""
     model, caches = held(name, dtype, num_hidden_layers=layers)
     parts = report.parts(model, caches)
     said = max(part.step_bytes(STEP_AT) for part in parts)
-    assert 0.6 * said < peak_of_a_step(model, caches) < 1.2 * said
+    assert 0.45 * said < peak_of_a_step(model, caches) < 1.2 * said
     more = f"A step unpacks {len(parts)} of {len(parts)} layers, one at a time: "
     assert more in mlx_kivi.describe(model, caches)
 
@@ -271,7 +275,7 @@ def test_a_gpu_unpacks_no_latents_but_for_an_indexer(monkeypatch: pytest.MonkeyP
     said = report.parts(model, caches)[0].step_bytes(STEP_AT)
     assert said == STEP_AT * 64 * 12
     # Scores of 4 heads count beside so little; one copy of the latents would be 2.7 times it.
-    assert 0.6 * said < peak_of_a_step(model, caches) < 2 * said
+    assert 0.45 * said < peak_of_a_step(model, caches) < 2 * said
     told = mlx_kivi.describe(model, caches)
     most = report.size(report.LONG * 64 * 12)
     more = f"the positional part of 2 of 2 layers, one at a time: {most} more at 32,768 tokens"
@@ -285,7 +289,7 @@ def test_a_gpu_unpacks_no_latents_but_for_an_indexer(monkeypatch: pytest.MonkeyP
 def test_nothing_is_said_where_a_step_unpacks_nothing() -> None:
     """A window bounds what there is to unpack, and may leave nothing packed."""
     model = models.build("gemma2")
-    for window, tokens in ((1000, 1004), (100, 0)):
+    for window, tokens in ((1000, 1004), (97, 0)):
         caches = mlx_kivi.make_prompt_cache(model, KVCacheConfig.from_name("int8", window=window))
         for part in report.parts(model, caches):
             assert part.step_bytes(report.LONG) == part.heads.count * tokens * (32 + 32) * 12

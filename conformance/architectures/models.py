@@ -47,10 +47,15 @@ def bounded() -> list[str]:
 @lru_cache(maxsize=2)
 def build(name: str) -> Any:
     """The model of module ``name``, always with the same weights."""
+    return build_from(name, CONFIGS[name])
+
+
+def build_from(name: str, config: dict[str, Any]) -> Any:
+    """A model of module ``name`` with other settings."""
     stand_ins.put_in(name)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(CONFIGS[name]))
+    model = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
     if name == "phi3small":
         stand_ins.allow_all_tokens(model)

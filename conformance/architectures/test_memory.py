@@ -116,8 +116,12 @@ def growth(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[floa
     return [b / a for a, b in zip(few, many, strict=True)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [(name, "int4") for name in NAMES]
+    # A window for one of each kind: latents, an indexer beside them, arrays.
+    + [(name, "int4 + window") for name in ("deepseek_v3", "glm_moe_dsa", "gemma2")],
+)
 def test_what_a_call_needs_does_not_grow_with_depth(
     name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

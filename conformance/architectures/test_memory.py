@@ -88,23 +88,27 @@ def filled(model: Any, policy: str) -> list[Any]:
 def needs(model: Any, caches: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that each of `CALLS` takes beside what is held before it or after it."""
     found = []
+    gc.collect()
     # Over the limit, mlx finishes an operation before it takes memory for the next: how far it
     # runs ahead depends on the machine.
     limit = mx.set_memory_limit(1)
-    for count, rows in CALLS:
-        monkeypatch.setattr(latent, "MAX_PACKED_ROWS", rows)
-        worst = 0
-        logits = model(mx.zeros((1, count), mx.int32), cache=caches)
-        for todo in (lambda: logits, lambda: [cache.state for cache in caches]):  # noqa: B023
-            gc.collect()
-            mx.clear_cache()
-            mx.reset_peak_memory()
-            before = mx.get_active_memory()
-            mx.eval(todo())
-            worst = max(worst, mx.get_peak_memory() - max(before, mx.get_active_memory()))
-        found.append(worst)
-    mx.set_memory_limit(limit)
+    try:
+        for count, rows in CALLS:
+            monkeypatch.setattr(latent, "MAX_PACKED_ROWS", rows)
+            logits = model(mx.zeros((1, count), mx.int32), cache=caches)
+            found.append(max(beside(logits), beside([cache.state for cache in caches])))
+    finally:
+        mx.set_memory_limit(limit)
     return found
+
+
+def beside(arrays: Any) -> int:
+    """Bytes that it takes to evaluate arrays, beside what is held before or after."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(arrays)
+    return mx.get_peak_memory() - max(before, mx.get_active_memory())
 
 
 def growth(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:

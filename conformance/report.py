@@ -133,10 +133,10 @@ module, under five policies, with the stock caches or a dense reference.
 - {by_read["arrays"]} get arrays, unpacked from the same packed storage at each call.
 - {by_read["none"]} have nothing that we store.
 
-Arrays are unpacked layer by layer, each once the call has reached it: what is unpacked at a time does
-not grow with depth. While a prompt is fed, each layer holds that call's own tokens besides until they
-are stored; `nbytes` counts them. A module that is not in this table (your own model, a newer mlx-lm)
-is tried once, and gets arrays when in doubt.
+Arrays are unpacked layer by layer, each once the call has reached it: what is unpacked at a time
+does not grow with depth. While a prompt is fed, each layer holds that call's own tokens besides
+until they are stored; `nbytes` counts them. A module that is not in this table (your own model, a
+newer mlx-lm) is tried once, and gets arrays when in doubt.
 
 What a step unpacks takes, beside what is held and for one layer at a time, two copies in float32
 and the array in the model's own type: 10 B a channel and token in 16 bits. For latent attention of

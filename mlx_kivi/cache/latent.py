@@ -12,7 +12,8 @@ import mlx.core as mx
 from .attention import CacheHandle
 
 # Up to this many query heads, two products with packed latents cost less on a CPU than unpacking
-# them once. GPUs unpack inside the product, tile by tile.
+# them once: 20 ms against 26 for 3 heads, 27 against 29 for 4, 106 against 28 for 16 (rank 512,
+# 8,192 tokens, int4, OpenBLAS on two x86-64 cores). GPUs unpack inside the product, tile by tile.
 MAX_PACKED_ROWS = 3
 
 

@@ -124,3 +124,16 @@ def test_a_wide_window_takes_one_step_at_its_first_token() -> None:
     assert fed(config, 1, heads).nbytes == heads.full_bytes(256)
     huge = KVCacheConfig.from_name("int8", residual_length=131_072)
     assert fed(huge, 1, heads).nbytes == heads.full_bytes(256)
+
+
+def test_llama_4_scout_at_32768_tokens_takes_what_the_changelog_says() -> None:
+    """48 layers, 36 of them in chunks of 8,192, of which mlx-lm keeps a step of 256 more."""
+    heads, tokens = Heads(8, 128, 128, mx.float16), 32_768
+    config = KVCacheConfig.from_name("int4")
+    chunked = config.replace(sink=0, window=8192)
+    whole, part = (
+        stored_bytes(c, best_plan(c, heads), 256, heads, tokens) for c in (config, chunked)
+    )
+    stock, stock_part = heads.full_bytes(tokens), heads.full_bytes(8192 + 256)
+    totals = [12 * whole + 36 * part, 12 * whole + 36 * stock_part, 12 * stock + 36 * stock_part]
+    assert [round(total / 1e9, 2) for total in totals] == [0.82, 1.71, 2.86]

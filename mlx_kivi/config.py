@@ -20,8 +20,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"k_bits": 8, "v_bits": 8, "group_size": 64},
     "int4": {"k_bits": 4, "v_bits": 4, "group_size": 64, "residual_length": 64},
-    "int3": {"k_bits": 3, "v_bits": 3, "group_size": 32},
-    "int2": {"k_bits": 2, "v_bits": 2, "group_size": 32},
+    "int3": {"k_bits": 3, "v_bits": 3, "group_size": 128},
+    "int2": {"k_bits": 3, "v_bits": 2, "group_size": 128},
+    # The layout of the KIVI paper, to compare with.
+    "kivi4": {
+        "k_bits": 4,
+        "v_bits": 4,
+        "group_size": 64,
+        "residual_length": 64,
+        "balanced": False,
+    },
+    "kivi2": {"k_bits": 2, "v_bits": 2, "group_size": 32, "balanced": False},
 }
 
 
@@ -50,6 +59,9 @@ class KVCacheConfig:
             bounded alike and stay in full precision.
         protect_first: So many caches from the first on take 8 bits at least.
         protect_last: The same from the last back.
+        balanced: Whether keys and values in fewer than 8 bits are packed in a basis in which
+            rounding costs least (docs/quality.md); if not, channel by channel, as in KIVI. Keys
+            in 3 bits then have 4 in one half of their channels and 2 in the other.
 
     Raises:
         ValueError: names the field, its value and what it may be.
@@ -66,6 +78,7 @@ class KVCacheConfig:
     layers: tuple[int, ...] | None = None
     protect_first: int = 0
     protect_last: int = 0
+    balanced: bool = True
 
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
@@ -78,8 +91,9 @@ class KVCacheConfig:
         _at_least("sink", self.sink, 0)
         if self.window is not None:
             _at_least("window", self.window, 1, " (or None to keep every token)")
-        if not isinstance(self.reposition, bool):
-            raise ValueError(f"reposition={self.reposition!r}: use True or False")
+        for name in ("reposition", "balanced"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use True or False")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}, or None")
         _at_least("protect_first", self.protect_first, 0)
@@ -105,6 +119,16 @@ class KVCacheConfig:
     @property
     def quantized(self) -> bool:
         return self.k_bits is not None or self.v_bits is not None
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether keys are packed in another basis: 8 bits are as good without."""
+        return self.balanced and self.k_bits is not None and self.k_bits < 8
+
+    @property
+    def moves_values(self) -> bool:
+        """The same for values."""
+        return self.balanced and self.v_bits is not None and self.v_bits < 8
 
     def replace(self, **changes: Any) -> KVCacheConfig:
         return replace(self, **changes)

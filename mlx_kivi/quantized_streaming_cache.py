@@ -18,6 +18,7 @@ import numpy as np
 from . import hooks
 from .cache import counterpart
 from .cache.attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
+from .cache.basis import Balance, known_balance
 from .cache.layout import UNBOUNDED, Snapshot, snapshot
 from .cache.rewriting import Rewriting
 from .cache.rotation import Moved, Rotation, rebased_by
@@ -55,6 +56,8 @@ class QuantizedStreamingCache(Rewriting):
         # How the model's keys turn, and the position at which to re-base; the factory knows.
         self.rotation: Rotation | None = None
         self.rebase_at: int | None = None
+        # What the layer's keys are like, if that was measured: a property of the model.
+        self.balance: Balance | None = None
         self.reset()
 
     # Append and fetch
@@ -121,7 +124,7 @@ class QuantizedStreamingCache(Rewriting):
         """
         if self.empty():
             raise ValueError("the cache is empty: call update_and_fetch first")
-        *earlier, view = self._views()
+        *earlier, view = self.views()
         shot = view.snapshot
         hidden = shot.groups > 0 or (shot.chunk == 0 and not shot.linear)
         apart = view.moved or (hidden and shot.queries <= MAX_PACKED_QUERIES)
@@ -131,7 +134,7 @@ class QuantizedStreamingCache(Rewriting):
 
     def arrays(self) -> tuple[mx.array, mx.array]:
         """What the last query saw, in order of position: keys and values [B, H, length, D]."""
-        view = self._views()[-1]
+        view = self.views()[-1]
         return view.dense(0), view.dense(1)
 
     def make_mask(
@@ -217,6 +220,7 @@ class QuantizedStreamingCache(Rewriting):
             self.rotation,
             self.plan.residual is not None,
             self._oldest,
+            self.balance.name if self.balance and self.config.moves_keys else None,
         )
         arrays = []
         if self._count:
@@ -233,6 +237,7 @@ class QuantizedStreamingCache(Rewriting):
         new = type(self)(header.config, packed_attention=header.packed_attention)
         new.plan = header.plan
         new.rotation, new.rebase_at = header.rotation, header.rebase_at
+        new.balance = self._named(header.balance)
         new._count = header.offset
         new._rebased = header.rebased
         new._groups = new.plan.groups(header.offset)
@@ -246,6 +251,17 @@ class QuantizedStreamingCache(Rewriting):
             new._stores = new._new_stores(new._ring[1])
             read_stores(header, new._stores, new._ring, arrays)
         self.__dict__ = new.__dict__  # all or nothing
+
+    def _named(self, name: str | None) -> Balance | None:
+        own: Balance | None = getattr(self, "balance", None)
+        if name is None or (own is not None and own.name == name):
+            return own if name else None
+        if (found := known_balance(name)) is None:
+            raise ValueError(
+                f"its keys are in a basis ({name}) that is not at hand: save with "
+                "mlx_kivi.save_prompt_cache, which keeps it in the file"
+            )
+        return found
 
     @property
     def meta_state(self) -> str:
@@ -334,7 +350,7 @@ class QuantizedStreamingCache(Rewriting):
         capacity = self._stores[0].capacity
         return snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
 
-    def _views(self) -> list[CacheView]:
+    def views(self) -> list[CacheView]:
         """What the queries of the last call see: one view, or two if a group was packed midway."""
         chunk = self._chunk_length()
         shot = self._snapshot(self._count - chunk, chunk, self._queries)

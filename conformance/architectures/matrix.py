@@ -10,9 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kivi import KVCacheConfig
-from mlx_kivi.cache import attention
+from mlx_kivi.cache import attention, latent
 from mlx_kivi.config import TRIM_MARGIN
-from mlx_kivi.upstream import replacements
 
 SMALL = {"group_size": 32, "residual_length": 16, "sink": 4}
 POLICIES = {
@@ -109,7 +108,7 @@ def counted() -> Iterator[Reads]:
     """Count reads in a ``with`` block."""
     reads = Reads()
     attend, dense = attention.attend, attention.CacheView.dense
-    attend_latent = replacements.attend_latent
+    attend_latent = latent.attend_latent
 
     def counting_attend(*args: Any, **kwargs: Any) -> mx.array:
         reads.packed += 1
@@ -124,9 +123,9 @@ def counted() -> Iterator[Reads]:
         return dense(self, which)
 
     attention.attend, attention.CacheView.dense = counting_attend, counting_dense
-    replacements.attend_latent = counting_latent
+    latent.attend_latent = counting_latent
     try:
         yield reads
     finally:
         attention.attend, attention.CacheView.dense = attend, dense
-        replacements.attend_latent = attend_latent
+        latent.attend_latent = attend_latent

@@ -104,31 +104,33 @@ class CacheHandle:
         first, last = self.views[0].snapshot, self.views[-1].snapshot
         return batch, heads, last.length + last.low - first.low, dim
 
+    def attend(
+        self,
+        queries: mx.array,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """`attend` for all views of the keys; an array of a mask is over all tokens that any shows.
 
-def attend_handle(
-    queries: mx.array,
-    keys: CacheHandle,
-    scale: float,
-    mask: mx.array | str | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """`attend` for all views of a handle; an array of a mask is over all tokens that any shows."""
-    if len(keys.views) == 1:
-        return attend(queries, keys.views[0], scale, mask, sinks)
-    outputs = []
-    row, oldest = 0, keys.views[0].snapshot.low
-    for view in keys.views:
-        shot = view.snapshot
-        rows = slice(row, row + shot.queries)
-        part = mask
-        if isinstance(mask, mx.array):
-            start = shot.sinks + shot.low - oldest
-            of_rows = mask[..., rows, :] if mask.shape[-2] > 1 else mask
-            stream = of_rows[..., start : start + shot.length - shot.sinks]
-            part = mx.concatenate([of_rows[..., : shot.sinks], stream], axis=-1)
-        outputs.append(attend(queries[:, :, rows], view, scale, part, sinks))
-        row = rows.stop
-    return mx.concatenate(outputs, axis=2)
+        Called on the handle of the keys.
+        """
+        if len(self.views) == 1:
+            return attend(queries, self.views[0], scale, mask, sinks)
+        outputs = []
+        row, oldest = 0, self.views[0].snapshot.low
+        for view in self.views:
+            shot = view.snapshot
+            rows = slice(row, row + shot.queries)
+            part = mask
+            if isinstance(mask, mx.array):
+                start = shot.sinks + shot.low - oldest
+                of_rows = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+                stream = of_rows[..., start : start + shot.length - shot.sinks]
+                part = mx.concatenate([of_rows[..., : shot.sinks], stream], axis=-1)
+            outputs.append(attend(queries[:, :, rows], view, scale, part, sinks))
+            row = rows.stop
+        return mx.concatenate(outputs, axis=2)
 
 
 def attend(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..config import KVCacheConfig
+from .basis import Balance, key_basis
 from .group_store import KeyStore, ValueStore
 from .layout import Plan, can_pack, plan_for, spans
 from .rotation import Rotation, rebase
@@ -28,6 +29,7 @@ class Buffers:
 
     config: KVCacheConfig
     rotation: Rotation | None
+    balance: Balance | None
 
     def reset(self) -> None:
         """Forget every token, as if newly made."""
@@ -213,8 +215,9 @@ class Buffers:
     def _new_stores(self, values: mx.array) -> tuple[KeyStore, ValueStore]:
         group = self.plan.group
         # Some models store keys alone and pass values of head size 0.
-        v_bits = self.config.v_bits if values.shape[3] else None
-        return KeyStore(self.config.k_bits, group), ValueStore(v_bits, group)
+        config, v_bits = self.config, self.config.v_bits if values.shape[3] else None
+        keys = KeyStore(config.k_bits, group, key_basis(config, self.balance))
+        return keys, ValueStore(v_bits, group, config.moves_values)
 
     def _storage_dtype(self, x: mx.array) -> mx.Dtype:
         return x.dtype if self.config.dtype is None else getattr(mx, self.config.dtype)

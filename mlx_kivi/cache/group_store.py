@@ -7,11 +7,13 @@ is in which slot is the cache's business. It is read in place, by ``mx.quantized
 from __future__ import annotations
 
 import copy
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 
 from ..config import value_group
+from .basis import PLAIN, KeyBasis, hadamard, unmix, value_inset
 from .quantization import dequantize, quantize
 
 
@@ -22,10 +24,10 @@ def stored_as(x: mx.array, dtype: mx.Dtype) -> mx.array:
     return x.astype(dtype)
 
 
-def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """Type of scales and zeros for data of ``dtype``: 16 bits in any case."""
-    # bfloat16 has the range that float32 data may need.
-    return dtype if dtype in (mx.float16, mx.bfloat16) else mx.bfloat16
+def scale_dtype(dtype: mx.Dtype, mixed: bool = False) -> mx.Dtype:
+    """Type of scales and zeros for data of ``dtype``, its channels mixed or not: 16 bits."""
+    # bfloat16 has the range that float32 data may need, and sums of float16 data.
+    return mx.float16 if dtype == mx.float16 and not mixed else mx.bfloat16
 
 
 class GroupStore:
@@ -54,6 +56,12 @@ class GroupStore:
     def copy(self) -> Self:
         """A store with the same content, to write to while this one is read."""
         return copy.copy(self)
+
+    def emptied(self) -> Self:
+        """A store of the same settings, with nothing in it."""
+        new = copy.copy(self)
+        new.capacity, new.arrays = 0, []
+        return new
 
     def reserve(self, capacity: int, like: mx.array) -> None:
         """Grow to ``capacity`` slots for tokens like ``like`` [B, H, ·, D]."""
@@ -118,7 +126,7 @@ class GroupStore:
 
     def restore(self, arrays: list[mx.array], head_dim: int, dtype: mx.Dtype) -> list[mx.array]:
         """Take back what `live_arrays` gave, from the front of a list; returns the rest."""
-        count = 1 if self.bits is None else 3
+        count = self._count(head_dim)
         self.arrays, self.head_dim, self.dtype = list(arrays[:count]), head_dim, dtype
         slots = self.arrays[-1].shape[self._axis()]
         self.capacity = slots if self._axis() == -1 else slots // self.group_size
@@ -126,6 +134,10 @@ class GroupStore:
 
     def _axis(self) -> int:
         return -2 if self.bits is None else self._time_axis
+
+    def _count(self, head_dim: int) -> int:
+        """Arrays of a store of so large heads."""
+        raise NotImplementedError
 
     def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
         raise NotImplementedError
@@ -137,17 +149,28 @@ class GroupStore:
 class KeyStore(GroupStore):
     """Keys, transposed and quantised along time: a scale a channel and group of G tokens.
 
-    Packed arrays: words [B, H, D, capacity · G · bits / 32], scales and zeros [B, H, D, capacity].
-    (KIVI, arXiv:2402.02750, section 3.2: outliers sit in fixed channels of the keys.)
+    Packed arrays: for each part of the channels that has bits of its own, words
+    [B, H, channels, capacity · G · bits / 32]; then all scales and all zeros in one array
+    [B, H, 2 · D, capacity]. (KIVI, arXiv:2402.02750, section 3.2: outliers sit in fixed channels
+    of the keys.)
+
+    Args:
+        basis: What the keys are packed in.
     """
 
     _time_axis = -1
 
-    def __init__(self, bits: int | None, group_size: int) -> None:
+    def __init__(self, bits: int | None, group_size: int, basis: KeyBasis = PLAIN) -> None:
         super().__init__(bits, group_size)
+        self.basis = basis
         # Middle of each channel [B, H, 1, D], taken off float32 keys before packing: their
         # 16-bit zeros would be too coarse for a channel with a large bias.
         self.shift: mx.array | None = None
+
+    def emptied(self) -> KeyStore:
+        new = super().emptied()
+        new.shift = None
+        return new
 
     def _write(self, slot: int, x: mx.array) -> None:
         if self.bits and self.dtype == mx.float32:
@@ -161,23 +184,28 @@ class KeyStore(GroupStore):
 
     def scores(self, queries: mx.array) -> mx.array:
         """queries [B, H, rows, D] float32 times (keys - shift): [B, H, rows, capacity · G]."""
-        return self.packed().scores(queries)
+        queries = self.basis.queries(queries)
+        keys = self.packed()
+        if len(keys) == 1:
+            return keys[0].scores(queries)
+        ends = list(accumulate(part.channels for part in keys))
+        each = mx.split(queries, ends[:-1], axis=-1)
+        scores = [part.scores(q) for part, q in zip(keys, each, strict=True)]
+        return sum(scores[1:], scores[0])
 
-    def packed(self) -> PackedKeys | PlainKeys:
-        """Products with the keys where they lie."""
+    def packed(self) -> list[PackedKeys | PlainKeys]:
+        """Products with the keys where they lie, in their basis, part by part."""
         if self.bits is None:
-            return PlainKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))
-        words, scales, zeros = self.arrays
-        # Once for both products.
-        wide = scales.astype(mx.float32), zeros.astype(mx.float32)
-        return PackedKeys(words, *wide, self.bits, self.group_size)
+            return [PlainKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))]
+        words, bits, scales, zeros = self._parts(self.arrays)
+        packed = zip(words, scales, zeros, bits, strict=True)
+        return [PackedKeys(*part, self.group_size) for part in packed]
 
     def unpacked(self, after: mx.array) -> PlainKeys:
-        """The same products, from keys that are unpacked once ``after`` is there."""
+        """The same products in one, from keys that are unpacked once ``after`` is there."""
         if self.bits is None:
             return PlainKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))
-        words, scales, zeros = mx.depends(self.arrays, [after])
-        return PlainKeys(dequantize(words, scales, zeros, self.bits, self.group_size))
+        return PlainKeys(self._dequantized(mx.depends(self.arrays, [after])))
 
     def live_arrays(self) -> list[mx.array]:
         return super().live_arrays() + ([] if self.shift is None else [self.shift])
@@ -188,20 +216,47 @@ class KeyStore(GroupStore):
             self.shift, rest = rest[0], rest[1:]
         return rest
 
+    def _count(self, head_dim: int) -> int:
+        return 1 if self.bits is None else len(self.basis.parts(head_dim, self.bits)) + 1
+
     def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
         if self.bits is None:
             return (x,)
-        # Chosen by benchmarks/quality.py (docs/quality.md): 2 bits gain most from the finer step.
-        inset = 2.0 ** (1 - self.bits)
-        keys = x.swapaxes(-1, -2)
-        return quantize(keys, self.bits, self.group_size, scale_dtype(self.dtype), inset)
+        keys = self.basis.keys(x).swapaxes(-1, -2)
+        dtype = scale_dtype(self.dtype, self.basis.mixed)
+        words, scales, zeros, start = [], [], [], 0
+        for channels, bits in self.basis.parts(self.head_dim, self.bits):
+            part = keys[:, :, start : start + channels]
+            inset = self.basis.inset(bits, self.group_size)
+            packed = quantize(part, bits, self.group_size, dtype, inset)
+            for to, array in zip((words, scales, zeros), packed, strict=True):
+                to.append(array)
+            start += channels
+        return *words, mx.concatenate([*scales, *zeros], axis=2)
 
     def _decode(self, parts: list[mx.array]) -> mx.array:
         if self.bits is None:
             return parts[0]
-        words, scales, zeros = parts
-        x = dequantize(words, scales, zeros, self.bits, self.group_size).swapaxes(-1, -2)
+        x = self.basis.back(self._dequantized(parts).swapaxes(-1, -2))
         return stored_as(x if self.shift is None else x + self.shift, self.dtype)
+
+    def _dequantized(self, arrays: list[mx.array]) -> mx.array:
+        """Keys [B, H, D, T] float32 in their basis."""
+        packed = zip(*self._parts(arrays), strict=True)
+        parts = [dequantize(w, s, z, bits, self.group_size) for w, bits, s, z in packed]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+    def _parts(
+        self, arrays: list[mx.array]
+    ) -> tuple[list[mx.array], list[int], list[mx.array], list[mx.array]]:
+        """Words, bits, scales and zeros of each part, these in float32."""
+        assert self.bits
+        *words, affine = arrays
+        channels, bits = zip(*self.basis.parts(self.head_dim, self.bits), strict=True)
+        # Few nodes in the graph of a step: one cast for all.
+        ends = list(accumulate([*channels, *channels]))[:-1]
+        each = mx.split(affine.astype(mx.float32), ends, axis=2)
+        return words, list(bits), each[: len(words)], each[len(words) :]
 
 
 class PackedKeys(NamedTuple):
@@ -212,6 +267,10 @@ class PackedKeys(NamedTuple):
     zeros: mx.array
     bits: int
     group_size: int
+
+    @property
+    def channels(self) -> int:
+        return self.words.shape[2]
 
     def scores(self, queries: mx.array) -> mx.array:
         """queries [B, H, rows, D] float32 times the keys: [B, H, rows, T]."""
@@ -238,6 +297,10 @@ class PlainKeys(NamedTuple):
 
     keys: mx.array
 
+    @property
+    def channels(self) -> int:
+        return self.keys.shape[2]
+
     def scores(self, queries: mx.array) -> mx.array:
         """As `PackedKeys.scores`."""
         return queries @ self.keys
@@ -252,7 +315,14 @@ class ValueStore(GroupStore):
 
     Packed arrays: words [B, H, capacity · G, P · bits / 32], scales and zeros
     [B, H, capacity · G, P / group], P the head size padded to whole groups.
+
+    Args:
+        mixed: Whether they are packed in Hadamard's basis.
     """
+
+    def __init__(self, bits: int | None, group_size: int, mixed: bool = False) -> None:
+        super().__init__(bits, group_size)
+        self.mixed = mixed
 
     def weighted(self, weights: mx.array) -> mx.array:
         """weights [B, H, rows, capacity · G] float32 times the values: [B, H, rows, D]."""
@@ -269,22 +339,34 @@ class ValueStore(GroupStore):
             group_size=group,
             bits=self.bits,
         )
-        return out[..., : self.head_dim] if padded > self.head_dim else out
+        return self._back(out, padded)
+
+    def _back(self, x: mx.array, padded: int) -> mx.array:
+        """Values [B, H, ·, padded] in their basis as they were: [B, H, ·, D]."""
+        if self.mixed:
+            return x @ unmix(x.shape[1], self.head_dim, padded)
+        return x[..., : self.head_dim] if padded > self.head_dim else x
+
+    def _count(self, head_dim: int) -> int:
+        return 1 if self.bits is None else 3
 
     def _encode(self, x: mx.array) -> tuple[mx.array, ...]:
         if self.bits is None:
             return (x,)
         group, padded = value_group(self.head_dim, self.group_size, self.bits)
+        if self.mixed:
+            x = x.astype(mx.float32) @ hadamard(x.shape[1], self.head_dim)
         if padded > self.head_dim:
             # Copies of the last channel: they widen no group's range.
             last = x[..., -1:]
             x = mx.concatenate([x, *[last] * (padded - self.head_dim)], axis=-1)
-        return quantize(x, self.bits, group, scale_dtype(self.dtype))
+        dtype = scale_dtype(self.dtype, self.mixed)
+        return quantize(x, self.bits, group, dtype, value_inset(self.bits, self.mixed))
 
     def _decode(self, parts: list[mx.array]) -> mx.array:
         if self.bits is None:
             return parts[0]
-        group, _ = value_group(self.head_dim, self.group_size, self.bits)
+        group, padded = value_group(self.head_dim, self.group_size, self.bits)
         words, scales, zeros = parts
         x = dequantize(words, scales, zeros, self.bits, group)
-        return stored_as(x[..., : self.head_dim], self.dtype)
+        return stored_as(self._back(x, padded), self.dtype)

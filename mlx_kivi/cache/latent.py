@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from .attention import CacheHandle
+from .attention import CacheHandle, CacheView
 
 # Up to this many query heads, two products with packed latents cost less on a CPU than unpacking
 # them once: 20 ms against 26 for 3 heads, 27 against 29 for 4, 106 against 28 for 16 (rank 512,
@@ -26,22 +26,32 @@ class LatentHandle(CacheHandle):
         view = self.views[0]
         return batch, heads, view.ring[0].shape[2] + view.stores[0].tokens, dim
 
+    def attend(
+        self,
+        queries: mx.array,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """`attend_latent`: these models give an array of a mask or none, and no learned sinks."""
+        assert not isinstance(mask, str)
+        return attend_latent(queries, self.views[0], scale, mask)
+
 
 def attend_latent(
-    queries: mx.array, latents: LatentHandle, scale: float, mask: mx.array | None
+    queries: mx.array, view: CacheView, scale: float, mask: mx.array | None
 ) -> mx.array:
     """softmax(scale · q latentsᵀ + mask) latents, for one token.
 
     Args:
         queries: [B, H_q, 1, D].
-        latents: What to attend to.
+        view: What to attend to.
         scale: Factor of the products with queries.
         mask: Additive, [B, H_q, 1, slots]: the scores of the positional part.
 
     Returns:
         [B, H_q, 1, D], of the queries' type.
     """
-    view = latents.views[0]
     shot, store = view.snapshot, view.stores[0]
     batch, heads, _, dim = queries.shape
     q = (queries.astype(mx.float32) * scale).reshape(batch, 1, heads, dim)
@@ -49,7 +59,7 @@ def attend_latent(
     if store.shift is not None:
         ring = ring - store.shift
     few = heads <= MAX_PACKED_ROWS or mx.default_device().type == mx.gpu
-    packed = store.packed() if few else store.unpacked(after=view.ring[0])
+    packed = store.packed()[0] if few else store.unpacked(after=view.ring[0])
     scores = mx.concatenate([q @ ring.swapaxes(-1, -2), packed.scores(q)], axis=-1)
     if mask is not None:
         scores = scores + mask.astype(mx.float32).reshape(batch, 1, heads, -1)

@@ -42,7 +42,7 @@ def stored_bytes(config: KVCacheConfig, plan: Plan, step: int, heads: Heads, tok
 
 
 def _group_bytes(config: KVCacheConfig, size: int, heads: Heads, full: mx.Dtype) -> int:
-    pair = 2 * scale_dtype(full).size
+    pair = 2 * scale_dtype(full).size  # the same for mixed channels
     if config.k_bits:
         keys = heads.key_dim * (size * config.k_bits // 8 + pair)
     else:

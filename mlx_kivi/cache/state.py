@@ -30,7 +30,8 @@ class Header:
     offset: tokens seen; ring_low: oldest stream token in ring and margin; store_low: oldest group
     in the stores; dtype: the model's, None before the first token; rebased: positions not counted
     any more; rebase_at and rotation: as the cache's; packed: whether groups are packed; oldest:
-    oldest stream token in the stores, where their first group has fillers.
+    oldest stream token in the stores, where their first group has fillers; balance: name of the
+    cache's `Balance`.
     """
 
     config: KVCacheConfig
@@ -44,6 +45,7 @@ class Header:
     rotation: Rotation | None = None
     packed: bool = False
     oldest: int = 0
+    balance: str | None = None
 
     def encode(self) -> mx.array:
         text = json.dumps(asdict(self)).encode()
@@ -84,7 +86,8 @@ def read_header(state: Sequence[Any]) -> tuple[Header, list[mx.array]]:
         fields = json.loads(bytes(np.array(state[0])))
         rotation = fields.get("rotation")
         rotation = None if rotation is None else Rotation(**rotation)
-        config = KVCacheConfig(**fields["config"])
+        # Version 0.1.0 packed keys and values as they are.
+        config = KVCacheConfig(**{"balanced": False, **fields["config"]})
         first = "packed" not in fields  # version 0.1.0
         packed = can_pack(config) if first else fields["packed"]
         header = Header(**{**fields, "config": config, "rotation": rotation, "packed": packed})
@@ -92,7 +95,21 @@ def read_header(state: Sequence[Any]) -> tuple[Header, list[mx.array]]:
         raise ValueError(f"the header is broken ({error})") from None
     _check_header(header)
     arrays = list(state[1:])
-    return header, _with_margin(header, arrays) if first else arrays
+    if first:
+        arrays = _with_margin(header, arrays)
+    return header, arrays if "balance" in fields else _with_pairs(header, arrays)
+
+
+def _with_pairs(header: Header, arrays: list[mx.array]) -> list[mx.array]:
+    """Arrays of version 0.1.0, which kept scales and zeros of keys apart."""
+    start = 4 if header.spares else 2
+    scales, zeros = start + 1, start + 2
+    if not header.store_slots or not header.config.k_bits or len(arrays) <= zeros:
+        return arrays
+    pair = arrays[scales], arrays[zeros]
+    if pair[0].ndim != 4 or pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
+        raise ValueError(f"scales are {pair[0].shape}, zeros {pair[1].shape}")
+    return [*arrays[:scales], mx.concatenate(pair, axis=2), *arrays[zeros + 1 :]]
 
 
 def _with_margin(header: Header, arrays: list[mx.array]) -> list[mx.array]:
@@ -149,6 +166,8 @@ def _check_header(header: Header) -> None:
         raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
     if low < packed and low // plan.group < header.store_low:
         raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
+    if not isinstance(header.balance, str | None):
+        raise ValueError(f"balance is {header.balance!r}")
     if header.oldest > low:
         raise ValueError(f"oldest is {header.oldest} after {header.offset} tokens")
 
@@ -233,7 +252,7 @@ def live_arrays(store: GroupStore, slots: int, like: mx.array) -> list[mx.array]
 
 def _shapes(store: GroupStore, slots: int, like: mx.array) -> list[tuple[tuple, mx.Dtype]]:
     """Shape and type of each array of a store with ``slots`` slots."""
-    twin = type(store)(store.bits, store.group_size)
+    twin = store.emptied()
     twin.reserve(slots, like)
     shapes = [(a.shape, a.dtype) for a in twin.live_arrays()]
     if isinstance(store, KeyStore) and store.bits and like.dtype == mx.float32:

@@ -40,7 +40,7 @@ class CountedKeysCache(QuantizedStreamingCache):
             raise RuntimeError(
                 "a window on this model needs mlx_kivi's attention: call mlx_kivi.patch() first"
             )
-        views = tuple(self._views())
+        views = tuple(self.views())
         return CountedHandle(views, 0), CountedHandle(views, 1)
 
     def _mergeable(self) -> bool:

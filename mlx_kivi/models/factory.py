@@ -11,6 +11,7 @@ from .. import hooks
 from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import INDEXED, READ_STATE, module_names, own_caches
+from .calibration import Calibration, calibration, leaves
 from .chunked import ChunkedCache
 from .counted_keys import counting
 from .latent_caches import latents
@@ -65,7 +66,23 @@ def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> 
     caches = convert_all(own_caches(model), config, packed_attention=packed, indexed=indexed)
     caches = latents(model, counting(model, caches))
     _give_rotations(model, config, caches)
-    return restarting(model, config, caches)
+    caches = restarting(model, config, caches)
+    if packed and any(cache.config.moves_keys for cache in ours(caches)):
+        for leaf, balance in zip(leaves(caches), calibrated(model).balances, strict=True):
+            if isinstance(leaf, QuantizedStreamingCache):
+                leaf.balance = balance
+    return caches
+
+
+def calibrated(model: Any) -> Calibration:
+    """What the model's keys are like, measured if need be.
+
+    Args:
+        model: A model that is read packed.
+    """
+    plain = KVCacheConfig(sink=0)
+    caches = convert_all(own_caches(model), plain, packed_attention=True)
+    return calibration(model, counting(model, caches))
 
 
 def reads_state(model: Any) -> bool:
@@ -88,13 +105,13 @@ def _give_rotations(model: Any, config: KVCacheConfig, caches: list[Any]) -> Non
         if config.reposition:
             raise _no_reposition(model, str(error)) from None
         return
-    leaves = [
+    pairs = [
         (leaf, rotation)
         for cache, rotation in zip(caches, found, strict=True)
-        for leaf in getattr(cache, "caches", [cache])
+        for leaf in leaves([cache])
     ]
-    ours = [pair for pair in leaves if isinstance(pair[0], QuantizedStreamingCache)]
-    others = [leaf for leaf, _ in leaves if not isinstance(leaf, QuantizedStreamingCache)]
+    ours = [pair for pair in pairs if isinstance(pair[0], QuantizedStreamingCache)]
+    others = [leaf for leaf, _ in pairs if not isinstance(leaf, QuantizedStreamingCache)]
     limit = rebase_at(model, [cache.plan for cache, _ in ours], others)
     for cache, rotation in ours:
         cache.rotation, cache.rebase_at = rotation, limit

@@ -36,7 +36,7 @@ class LatentCache(QuantizedStreamingCache):
         one = self._queries == 1 and self._chunk is None
         if not (one and seen and self._groups and hooks.attention_hooked()):
             return super().keys_and_values()
-        view = self._views()[0]
+        view = self.views()[0]
         return LatentHandle((view,), 0), view.slots(1)
 
     # The state of the base, then the limit, 0 if there is none.
@@ -68,6 +68,7 @@ def _latent(cache: Any, limit: int | None) -> Any:
         return mlx_caches.CacheList(*(_latent(member, limit) for member in cache.caches))
     if type(cache) is not QuantizedStreamingCache:
         return cache
-    twin = LatentCache(cache.config)
+    # Latents are keys and values at once, of which no layer's queries are seen here: as they are.
+    twin = LatentCache(cache.config.replace(balanced=False))
     twin.limit = limit
     return twin

@@ -14,8 +14,7 @@ from mlx_lm.models import cache as caches
 from packaging.version import Version
 
 from .. import hooks
-from ..cache.attention import CacheHandle, attend_handle
-from ..cache.latent import LatentHandle, attend_latent
+from ..cache.attention import CacheHandle
 from ..hooks import Hook, UnsupportedError
 from ..models.latent_caches import LatentCache
 from ..quantized_streaming_cache import QuantizedStreamingCache
@@ -89,10 +88,8 @@ hooks.attention.make = _replacements
 
 def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
     """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
-    if isinstance(keys, LatentHandle):
-        return attend_latent(queries, keys, scale, mask)
     if isinstance(keys, CacheHandle):
-        return attend_handle(queries, keys, scale, mask, sinks)
+        return keys.attend(queries, scale, mask, sinks)
     original = hooks.attention.original("scaled_dot_product_attention")
     return original(queries, keys, values, cache, scale, mask, sinks)
 

@@ -1,0 +1,199 @@
+"""The basis that keys and values are packed in: one in which rounding costs least.
+
+Scores q·k stay the same for k' = A k and q' = A⁻ᵀ q, whatever A is. Rounding k' channel by channel
+adds an error Σ_c var(k'_c) E[q'_c²] to them, and A decides how large that is. *Hadamard*: every
+channel becomes an even mixture of all (QuaRot, arXiv:2404.00456, section 3), so that none has
+outliers. *Balanced*: with Sq = E[q qᵀ], Sk the covariance of keys within a group of tokens and
+U Λ Uᵀ the eigenvectors of Sq^½ Sk Sq^½, A = H Λ^-¼ Uᵀ Sq^½ brings the error to its least, (Σ √λ)² / D.
+Values have no queries: they are mixed by Hadamard's matrix, undone once on the weighted sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property, lru_cache
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from ..config import KVCacheConfig
+
+# How far the lowest and highest level lie inside a group's range, in steps: by bits, in a basis
+# that mixes channels. Chosen by benchmarks/quality.py (docs/quality.md).
+_KEY_INSETS = {2: 0.25, 3: 0.25, 4: 1 / 16}
+_VALUE_INSETS = {2: 3 / 8, 3: 1 / 8, 4: 1 / 16}
+
+
+class KeyBasis:
+    """Keys as they are: the basis of KIVI, and what the others have in common."""
+
+    mixed = False
+
+    def parts(self, dim: int, bits: int) -> list[tuple[int, int]]:
+        """Channels and bits of each part of a head of ``dim`` channels stored in ``bits`` bits."""
+        return [(dim, bits)]
+
+    def inset(self, bits: int, group_size: int) -> float:
+        """For `quantize`."""
+        return 2.0 ** (1 - bits)
+
+    def keys(self, x: mx.array) -> mx.array:
+        """Keys [B, H, T, D] in this basis."""
+        return x
+
+    def queries(self, x: mx.array) -> mx.array:
+        """Queries [B, H, rows, D] float32 for keys in this basis."""
+        return x
+
+    def back(self, x: mx.array) -> mx.array:
+        """Keys in this basis [B, H, T, D] float32 as they were."""
+        return x
+
+
+PLAIN = KeyBasis()
+
+
+class HadamardBasis(KeyBasis):
+    """Keys mixed by Hadamard's matrix: needs to know nothing of the model."""
+
+    mixed = True
+
+    def inset(self, bits: int, group_size: int) -> float:
+        return _KEY_INSETS.get(bits, 0.0)
+
+    def keys(self, x: mx.array) -> mx.array:
+        return x.astype(mx.float32) @ hadamard(x.shape[1], x.shape[3])
+
+    def queries(self, x: mx.array) -> mx.array:
+        return x @ hadamard(x.shape[1], x.shape[3])
+
+    def back(self, x: mx.array) -> mx.array:
+        return x @ hadamard(x.shape[1], x.shape[3]).swapaxes(-1, -2)
+
+
+HADAMARD = HadamardBasis()
+
+
+class Balance:
+    """What a layer's keys and queries are like: a property of the model, shared by its caches.
+
+    Args:
+        matrix: Λ^-¼ Uᵀ Sq^½ of each KV head, transposed, its columns in falling order of λ:
+            [H, D, D], kept in bfloat16.
+
+    Raises:
+        ValueError: if it is no such matrix, or can't be inverted in float32.
+    """
+
+    def __init__(self, matrix: mx.array) -> None:
+        if matrix.ndim != 3 or matrix.shape[1] != matrix.shape[2] or 0 in matrix.shape:
+            raise ValueError(f"a basis of shape {matrix.shape}")
+        self.matrix = matrix.astype(mx.bfloat16)
+        exact = np.array(self.matrix.astype(mx.float32), dtype=np.float64)
+        if not np.isfinite(exact).all() or np.linalg.cond(exact).max() > 1e5:
+            raise ValueError("a basis that can't be undone")
+        self._inverse = np.linalg.inv(exact)
+        heads = str(matrix.shape).encode()
+        data = np.array(self.matrix.view(mx.uint16)).astype("<u2").tobytes()
+        self.name = hashlib.sha256(heads + data).hexdigest()[:32]
+        _known[self.name] = self
+
+    @cached_property
+    def whole(self) -> BalancedBasis:
+        """Of keys that have the same bits in every channel."""
+        return BalancedBasis(self.matrix, self._inverse, halves=False)
+
+    @cached_property
+    def halved(self) -> BalancedBasis:
+        """Of keys that have more bits in the first half of their channels."""
+        return BalancedBasis(self.matrix, self._inverse, halves=True)
+
+
+_known: WeakValueDictionary[str, Balance] = WeakValueDictionary()
+
+
+def known_balance(name: str) -> Balance | None:
+    """The one of this name that a cache or a model holds now."""
+    return _known.get(name)
+
+
+class BalancedBasis(KeyBasis):
+    """Keys in the basis of a `Balance`; with ``halves``, 3 bits are 4 for the half of the channels
+    that scores depend on most, and 2 for the others."""
+
+    mixed = True
+
+    def __init__(self, matrix: mx.array, inverse: np.ndarray, halves: bool) -> None:
+        heads, dim, _ = matrix.shape
+        self._halves = halves
+        self._matrix = matrix[None]
+        mix = np.eye(dim)
+        for part in np.split(np.arange(dim), 2 if halves else 1):
+            mix[np.ix_(part, part)] = hadamard_matrix(len(part))
+        self._mix = mx.broadcast_to(mx.array(mix.astype(np.float32)), (1, heads, dim, dim))
+        undo = (mix.T @ inverse).swapaxes(-1, -2)  # the inverse of matrix @ mix, transposed
+        self._queries = mx.array(np.ascontiguousarray(undo, dtype=np.float32))[None]
+        mx.eval(self._mix, self._queries)
+
+    def parts(self, dim: int, bits: int) -> list[tuple[int, int]]:
+        return [(dim // 2, 4), (dim // 2, 2)] if self._halves else [(dim, bits)]
+
+    def inset(self, bits: int, group_size: int) -> float:
+        return _KEY_INSETS.get(bits, 0.0)
+
+    def keys(self, x: mx.array) -> mx.array:
+        return x.astype(mx.float32) @ self._matrix.astype(mx.float32) @ self._mix
+
+    def queries(self, x: mx.array) -> mx.array:
+        return x @ self._queries
+
+    def back(self, x: mx.array) -> mx.array:
+        return x @ self._queries.swapaxes(-1, -2)
+
+
+def key_basis(config: KVCacheConfig, balance: Balance | None) -> KeyBasis:
+    """The basis for a policy, of a layer of which ``balance`` is known or not."""
+    if not config.moves_keys:
+        return PLAIN
+    if balance is None:
+        return HADAMARD
+    dim = balance.matrix.shape[2]
+    return balance.halved if config.k_bits == 3 and dim % 2 == 0 else balance.whole
+
+
+def value_inset(bits: int, mixed: bool) -> float:
+    """For `quantize`, of values."""
+    return _VALUE_INSETS.get(bits, 0.0) if mixed else 0.0
+
+
+@lru_cache(maxsize=16)
+def hadamard(heads: int, dim: int) -> mx.array:
+    """Hadamard's matrix for each of ``heads`` heads: [1, H, D, D] float32."""
+    # One array of the shape of what it is multiplied with: no broadcast in the graph of a step.
+    matrix = mx.array(hadamard_matrix(dim).astype(np.float32))
+    matrix = mx.broadcast_to(matrix, (1, heads, dim, dim))
+    mx.eval(matrix)
+    return matrix
+
+
+@lru_cache(maxsize=16)
+def unmix(heads: int, dim: int, padded: int) -> mx.array:
+    """Undoes `hadamard` on heads that are padded with something: [1, H, padded, D] float32."""
+    matrix = np.zeros((padded, dim), np.float32)
+    matrix[:dim] = hadamard_matrix(dim).T
+    whole = mx.broadcast_to(mx.array(matrix), (1, heads, padded, dim))
+    mx.eval(whole)
+    return whole
+
+
+def hadamard_matrix(dim: int) -> np.ndarray:
+    """An orthogonal matrix [D, D] of entries of one size, in equal blocks where D has none."""
+    size = max(n for n in range(1, dim + 1) if dim % n == 0 and _has_transform(n))
+    signs = np.sign(np.array(mx.hadamard_transform(mx.eye(size)))) if size > 1 else np.eye(1)
+    return np.kron(np.eye(dim // size), signs / np.sqrt(size))
+
+
+def _has_transform(n: int) -> bool:
+    # What mlx has: m · 2^k.
+    return any(n % m == 0 and (n // m).bit_count() == 1 for m in (1, 12, 20, 28))

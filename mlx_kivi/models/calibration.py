@@ -1,0 +1,226 @@
+"""Measuring what a model's keys and queries are like: once a model, from random tokens.
+
+One forward pass over random token ids gives every layer's second moments; `cache.basis` says what
+follows from them. No text and no tokenizer is needed: on the model measured, a basis from random
+tokens is as good as one from the text itself (docs/quality.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from .. import hooks
+from ..cache.attention import CacheHandle
+from ..cache.basis import Balance
+from ..quantized_streaming_cache import QuantizedStreamingCache
+from . import basis_files
+from .learned_positions import table_size
+
+TOKENS = 1024
+_RUN = 32  # tokens whose mean key is taken off: about as many share a scale
+_SKIP = 4  # tokens that stay unpacked as sinks
+_FLOOR = 1e-4  # of eigenvalues, as a part of the largest
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of a model.
+
+    balances: one a cache, members of a `CacheList` singly; None where nothing could be measured;
+    failed: why the pass failed, None if it did not.
+    """
+
+    balances: tuple[Balance | None, ...]
+    failed: str | None = None
+
+
+_measured: dict[int, Calibration] = {}  # by id, for as long as a model lives
+_lock = threading.RLock()
+
+
+def calibration(model: Any, caches: list[Any]) -> Calibration:
+    """The model's own, from memory, from the user's cache directory, or measured now.
+
+    Args:
+        model: The model.
+        caches: Caches of ours for it, in full precision and empty.
+    """
+    with _lock:
+        found = _measured.get(id(model))
+        if found is None:
+            found = _measured[id(model)] = _kept_or_measured(model, caches)
+            weakref.finalize(model, _measured.pop, id(model), None)
+        return found
+
+
+def _kept_or_measured(model: Any, caches: list[Any]) -> Calibration:
+    count = len(leaves(caches))
+    name = basis_files.fingerprint(model)
+    kept = basis_files.load(name, count)
+    if kept is not None:
+        return Calibration(kept)
+    try:
+        balances = measure(model, caches)
+    except Exception as error:  # whatever the model makes of it: it can do without
+        line = " ".join(str(error).split())[:200] or type(error).__name__
+        return Calibration((None,) * count, line)
+    basis_files.save(name, balances)
+    return Calibration(balances)
+
+
+def measure(model: Any, caches: list[Any]) -> tuple[Balance | None, ...]:
+    """One forward pass over random token ids, and the basis of each layer that it reaches.
+
+    Args:
+        model: The model.
+        caches: As for `calibration`; they are used up.
+    """
+    size = _vocabulary(model)
+    table = table_size(model)
+    count = TOKENS if table is None else min(TOKENS, table)
+    ids = np.random.RandomState(0).randint(0, size, (1, count))
+    watched = [_watched(cache) for cache in caches]
+    flat = leaves(watched)
+    holder = object()
+    hooks.attention.hold(holder)
+    try:
+        model(mx.array(ids.astype(np.int32)), cache=watched)
+    finally:
+        hooks.attention.release(holder)
+    quiet = not sys.stderr.isatty()
+    balances = []
+    about = "Measuring the model's keys, once"
+    for leaf in tqdm(flat, about, unit=" layers", leave=False, disable=quiet, file=sys.stderr):
+        balances.append(leaf.balance() if isinstance(leaf, Watched) else None)
+    return tuple(balances)
+
+
+def leaves(caches: list[Any]) -> list[Any]:
+    """The caches, and in place of each `CacheList` its members."""
+    return [leaf for cache in caches for leaf in getattr(cache, "caches", [cache])]
+
+
+def _watched(cache: Any) -> Any:
+    if isinstance(cache, QuantizedStreamingCache):
+        return Watched(cache)
+    if hasattr(cache, "caches"):
+        return type(cache)(*[_watched(member) for member in cache.caches])
+    return cache
+
+
+@dataclass
+class Watched:
+    """Stands for a cache of ours that hands out handles, and notes what goes by.
+
+    keys: covariance [H, D, D] of keys within a run; queries: sums of q qᵀ [H, D, D].
+    """
+
+    cache: QuantizedStreamingCache
+    keys: mx.array | None = None
+    queries: list[mx.array] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        end = keys.shape[2] - (keys.shape[2] - _SKIP) % _RUN
+        runs = keys[0, :, _SKIP:end].astype(mx.float32)
+        runs = runs.reshape(runs.shape[0], -1, _RUN, runs.shape[2])
+        runs = (runs - runs.mean(axis=2, keepdims=True)).flatten(1, 2)
+        self.keys = runs.swapaxes(1, 2) @ runs / runs.shape[1]
+        self.cache.update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        views = tuple(self.cache.views())
+        return WatchedHandle(views, 0, self), WatchedHandle(views, 1, self)
+
+    def balance(self) -> Balance | None:
+        """What follows; None if no queries came, or if they say nothing."""
+        if self.keys is None or not self.queries:
+            return None
+        queries = sum(self.queries[1:], self.queries[0])
+        mx.eval(self.keys, queries)
+        try:
+            return Balance(mx.array(balanced(np.array(queries), np.array(self.keys))))
+        except (ValueError, np.linalg.LinAlgError):
+            return None
+
+
+class WatchedHandle(CacheHandle):
+    """A handle that notes the queries it is asked with."""
+
+    def __init__(self, views: tuple[Any, ...], which: int, watched: Watched) -> None:
+        super().__init__(views, which)
+        self._watched = watched
+
+    def attend(
+        self,
+        queries: mx.array,
+        scale: float,
+        mask: mx.array | str | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """What mlx_lm's own attention gives."""
+        heads, dim = self.shape[1], queries.shape[3]
+        q = queries.astype(mx.float32).reshape(heads, -1, dim)
+        self._watched.queries.append(q.swapaxes(1, 2) @ q / q.shape[1])
+        own = hooks.attention.original("scaled_dot_product_attention")
+        keys, values = (self.views[-1].dense(which) for which in range(2))
+        return own(queries, keys, values, None, scale, mask, sinks)
+
+
+def balanced(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The matrix of a `Balance` from second moments of queries and keys, each [H, D, D].
+
+    Raises:
+        ValueError: if they are not finite, or all zero.
+    """
+    sq, sk = queries.astype(np.float64), keys.astype(np.float64)
+    root = _power(sq, 0.5)
+    values, vectors = _eigen(root @ sk @ root)
+    falling = np.flip(values, axis=-1), np.flip(vectors, axis=-1)
+    matrix = root @ falling[1] * falling[0][:, None] ** -0.25
+    # Of about the size of a rotation: the keys stay in the range of 16 bits.
+    return matrix / np.sqrt((matrix**2).sum(axis=1, keepdims=True).mean(axis=2, keepdims=True))
+
+
+def _power(x: np.ndarray, power: float) -> np.ndarray:
+    values, vectors = _eigen(x)
+    return (vectors * values[:, None] ** power) @ vectors.swapaxes(1, 2)
+
+
+def _eigen(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues [H, D] and vectors of symmetric matrices, the least raised to a floor."""
+    if not np.isfinite(x).all():
+        raise ValueError("moments that are not finite")
+    values, vectors = np.linalg.eigh((x + x.swapaxes(1, 2)) / 2)
+    if values[:, -1].min() <= 0:
+        raise ValueError("moments that are zero")
+    return np.maximum(values, _FLOOR * values[:, -1:]), vectors
+
+
+def _vocabulary(model: Any) -> int:
+    """Token ids that the model knows.
+
+    Raises:
+        ValueError: if it does not say.
+    """
+    for part in (getattr(model, "language_model", None), model):
+        args = getattr(part, "args", None)
+        for settings in (args, getattr(args, "text_config", None)):
+            if isinstance(settings, dict):
+                size = settings.get("vocab_size")
+            else:
+                size = getattr(settings, "vocab_size", None)
+            if isinstance(size, int) and size > 0:
+                return size
+    raise ValueError("the model does not say how many token ids it knows")

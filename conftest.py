@@ -1,4 +1,4 @@
-"""For `tests` and `conformance`: mlx_lm as it came after each test; no cache directory of a user."""
+"""For `tests` and `conformance`: mlx_lm as it came after each test, and a user's files untouched."""
 
 from collections.abc import Iterator
 

@@ -4,7 +4,7 @@ Scores q·k stay the same for k' = A k and q' = A⁻ᵀ q, whatever A is. Roundi
 adds an error Σ_c var(k'_c) E[q'_c²] to them, and A decides how large that is. *Hadamard*: every
 channel becomes an even mixture of all (QuaRot, arXiv:2404.00456, section 3), so that none has
 outliers. *Balanced*: with Sq = E[q qᵀ], Sk the covariance of keys within a group of tokens and
-U Λ Uᵀ the eigenvectors of Sq^½ Sk Sq^½, A = H Λ^-¼ Uᵀ Sq^½ brings the error to its least, (Σ √λ)² / D.
+U Λ Uᵀ = Sq^½ Sk Sq^½ by eigenvalues, A = H Λ^-¼ Uᵀ Sq^½ brings the error to its least, (Σ √λ)² / D.
 Values have no queries: they are mixed by Hadamard's matrix, undone once on the weighted sum.
 """
 

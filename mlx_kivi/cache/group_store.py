@@ -224,14 +224,13 @@ class KeyStore(GroupStore):
             return (x,)
         keys = self.basis.keys(x).swapaxes(-1, -2)
         dtype = scale_dtype(self.dtype, self.basis.mixed)
-        words, scales, zeros, start = [], [], [], 0
+        packed, start = [], 0
         for channels, bits in self.basis.parts(self.head_dim, self.bits):
             part = keys[:, :, start : start + channels]
             inset = self.basis.inset(bits, self.group_size)
-            packed = quantize(part, bits, self.group_size, dtype, inset)
-            for to, array in zip((words, scales, zeros), packed, strict=True):
-                to.append(array)
+            packed.append(quantize(part, bits, self.group_size, dtype, inset))
             start += channels
+        words, scales, zeros = zip(*packed, strict=True)
         return *words, mx.concatenate([*scales, *zeros], axis=2)
 
     def _decode(self, parts: list[mx.array]) -> mx.array:
@@ -255,7 +254,7 @@ class KeyStore(GroupStore):
         channels, bits = zip(*self.basis.parts(self.head_dim, self.bits), strict=True)
         # Few nodes in the graph of a step: one cast for all.
         ends = list(accumulate([*channels, *channels]))[:-1]
-        each = mx.split(affine.astype(mx.float32), ends, axis=2)
+        each = list(mx.split(affine.astype(mx.float32), ends, axis=2))
         return words, list(bits), each[: len(words)], each[len(words) :]
 
 

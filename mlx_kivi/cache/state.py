@@ -106,7 +106,7 @@ def _with_pairs(header: Header, arrays: list[mx.array]) -> list[mx.array]:
     scales, zeros = start + 1, start + 2
     if not header.store_slots or not header.config.k_bits or len(arrays) <= zeros:
         return arrays
-    pair = arrays[scales], arrays[zeros]
+    pair = [arrays[scales], arrays[zeros]]
     if pair[0].ndim != 4 or pair[0].shape != pair[1].shape or pair[0].dtype != pair[1].dtype:
         raise ValueError(f"scales are {pair[0].shape}, zeros {pair[1].shape}")
     return [*arrays[:scales], mx.concatenate(pair, axis=2), *arrays[zeros + 1 :]]

@@ -39,7 +39,7 @@ def fingerprint(model: Any) -> str:
     """Of the architecture's arguments, and of a sample of the weights."""
     digest = hashlib.sha256(f"{_VERSION} {type(model).__module__} {_settings(model)}".encode())
     samples = []
-    for name, array in sorted(tree_flatten(model.parameters())):
+    for name, array in sorted(dict(tree_flatten(model.parameters())).items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         flat = array.reshape(-1)
         samples.append(flat[:: max(1, flat.size // _SAMPLE)][:_SAMPLE].astype(mx.float32))

@@ -33,6 +33,12 @@ def filled(
     return cache
 
 
+def stock() -> mlx_caches.KVCache:
+    cache = mlx_caches.KVCache()
+    cache.update_and_fetch(*mx.zeros((2, 1, 2, 7, 32)))
+    return cache
+
+
 def refused(path: Path, *words: str) -> str:
     """The error, which is one line and names the file; mlx_lm's function gives one as well."""
     with pytest.raises(PromptFileError) as caught:

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, KVCache
-from prompt_files import PACKED, PLAIN, basis, filled, refused
+from mlx_lm.models.cache import CacheList
+from prompt_files import PACKED, PLAIN, basis, filled, refused, stock
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, hooks
@@ -245,15 +245,13 @@ def test_bases_in_other_places_than_behind_the_caches_are_refused(
 
 
 def test_bases_among_the_members_of_a_list_of_caches_are_refused(path: Path) -> None:
-    parts = [CacheList(KVCache(), KeyBases([basis(0)])), filled(PACKED, balance=basis(0))]
+    parts = [CacheList(stock(), KeyBases([basis(0)])), filled(PACKED, balance=basis(0))]
     hooks.attention.original("save_prompt_cache")(str(path), parts, {})
     refused(path)
 
 
 def test_bases_of_stock_caches_are_refused(path: Path) -> None:
-    cache = KVCache()
-    cache.update_and_fetch(*mx.zeros((2, 1, 2, 7, 32)))
-    hooks.attention.original("save_prompt_cache")(str(path), [cache, KeyBases([basis(0)])], {})
+    hooks.attention.original("save_prompt_cache")(str(path), [stock(), KeyBases([basis(0)])], {})
     refused(path)
 
 

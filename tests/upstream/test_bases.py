@@ -24,6 +24,7 @@ from mlx_kivi.cache.basis import Balance, known_balance
 from mlx_kivi.models.chunked import ChunkedCache
 from mlx_kivi.models.counted_keys import CountedKeysCache
 from mlx_kivi.models.learned_positions import RestartingCache
+from mlx_kivi.upstream.prompt_file import PromptFileError
 
 INT4 = KVCacheConfig.from_name("int4", group_size=32, residual_length=16)
 POLICIES = {
@@ -282,3 +283,17 @@ def test_a_basis_is_known_as_long_as_one_of_its_content_lives(gone: int) -> None
     pair.clear()
     gc.collect()
     assert known_balance(name) is None
+
+
+def test_open_files_of_stock_caches_are_left_to_mlx_lm(path: Path) -> None:
+    with mlx_kivi.patched():
+        (loaded,) = with_open_files(path, [stock()])
+    assert type(loaded) is mlx_caches.KVCache and loaded.offset == 7
+
+
+def test_an_open_file_that_is_broken_is_named(path: Path) -> None:
+    path.write_bytes(b"nothing of the kind")
+    with mlx_kivi.patched(), path.open("rb") as file:
+        with pytest.raises(PromptFileError) as caught:
+            mlx_caches.load_prompt_cache(file)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)

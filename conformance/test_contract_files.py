@@ -21,12 +21,14 @@ from mlx_kivi import KVCacheConfig
 from mlx_kivi.generate import main as kivi_generate
 
 from .contract import files, models
-from .contract.kinds import POLICIES, tokens
+from .contract.kinds import PACKED, POLICIES, tokens
 from .contract.models import prompt, run, steps
 
 # Nothing packed yet, a chunk in the air, past every window.
 LENGTHS = (10, 100, 333)
-CASES = [(name, length) for name in POLICIES for length in LENGTHS]
+# "halves": of a layer's channels, half have more bits than the others.
+FILES = {**POLICIES, "halves": KVCacheConfig(k_bits=3, v_bits=2, **PACKED)}
+CASES = [(name, length) for name in FILES for length in LENGTHS]
 
 # What a new process does: another policy is in force there, and must not matter.
 CONTINUE = """
@@ -50,8 +52,8 @@ def saved(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[An
     """For each case: the file, the caches' bytes, and the logits that follow in this process."""
     folder, cases = tmp_path_factory.mktemp("prompts"), {}
     for name, length in CASES:
-        with mlx_kivi.patched(POLICIES[name]):
-            caches = mlx_kivi.make_prompt_cache(llama, POLICIES[name])
+        with mlx_kivi.patched(FILES[name]):
+            caches = mlx_kivi.make_prompt_cache(llama, FILES[name])
             run(llama, caches, [prompt(length - 5), *prompt(5).split([1, 2])])
             path = str(folder / f"{name}-{length}.safetensors")
             save_prompt_cache(path, caches, {"note": name})
@@ -88,7 +90,7 @@ def test_a_new_process_goes_on_bit_by_bit_with_the_files_settings(
     path, _, want = saved[name, length]
     logits, settings = continued
     assert mx.array_equal(logits[path], want)
-    assert settings[path] == POLICIES[name].describe() + "|" + name
+    assert settings[path] == FILES[name].describe() + "|" + name
 
 
 @pytest.mark.parametrize(("name", "length"), CASES)
@@ -96,17 +98,20 @@ def test_a_file_is_as_large_as_what_is_stored(
     name: str, length: int, saved: dict[Any, Any]
 ) -> None:
     path, nbytes, _ = saved[name, length]
-    config, vector = POLICIES[name], 32 * 4
+    config, vector = FILES[name], 32 * 4
     ring = length if not config.quantized else min(length, 4 + 16 + 32 + 32)
     if name == "bounded":
         ring = length if length <= 64 else 64 + 64  # and what left the window last
     groups = max(0, length - 4 - 16) // 32 if config.quantized else 0
     if config.window:  # what can still be seen, or trimmed back to
         groups = min(groups, -(-(config.window + 31 - 16) // 32))
-    packed = groups * 32 * 32 * (config.k_bits or 0) // 8
-    scales = groups * 32 * 2 * 2
-    stored = 2 * 2 * (2 * ring * vector + 2 * (packed + scales))  # layers, heads, keys and values
-    assert stored <= Path(path).stat().st_size <= stored + 4096
+    packed = groups * 32 * 32 * ((config.k_bits or 0) + (config.v_bits or 0)) // 8
+    scales = 2 * groups * 32 * 2 * 2
+    # Layers, heads: keys and values. What they are packed in is there once, a layer's own.
+    stored = 2 * 2 * (2 * ring * vector + packed + scales)
+    bases = 2 * 2 * 32 * 32 * 2 if config.moves_keys else 0
+    size = Path(path).stat().st_size - bases
+    assert stored <= size <= stored + 4096
     # The cache itself has whole steps of 256 tokens, or all slots of a window, from the start.
     assert stored <= nbytes + 4096
 

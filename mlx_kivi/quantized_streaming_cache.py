@@ -18,14 +18,16 @@ import numpy as np
 from . import hooks
 from .cache import counterpart
 from .cache.attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
-from .cache.basis import Balance, known_balance
+from .cache.basis import Balance
 from .cache.layout import UNBOUNDED, Snapshot, snapshot
 from .cache.rewriting import Rewriting
 from .cache.rotation import Moved, Rotation, rebased_by
 from .cache.state import (
     Header,
+    check_balance,
     dtype_name,
     live_arrays,
+    read_balance,
     read_header,
     read_margin,
     read_ring,
@@ -237,7 +239,6 @@ class QuantizedStreamingCache(Rewriting):
         new = type(self)(header.config, packed_attention=header.packed_attention)
         new.plan = header.plan
         new.rotation, new.rebase_at = header.rotation, header.rebase_at
-        new.balance = self._named(header.balance)
         new._count = header.offset
         new._rebased = header.rebased
         new._groups = new.plan.groups(header.offset)
@@ -248,20 +249,11 @@ class QuantizedStreamingCache(Rewriting):
             new._dtype = getattr(mx, header.dtype)
             new._ring = read_ring(header, arrays, new.step)
             new._margin, arrays = read_margin(header, new._ring, arrays[2:])
+        new.balance = read_balance(header, new._ring)
+        if not new.empty():
             new._stores = new._new_stores(new._ring[1])
             read_stores(header, new._stores, new._ring, arrays)
         self.__dict__ = new.__dict__  # all or nothing
-
-    def _named(self, name: str | None) -> Balance | None:
-        own: Balance | None = getattr(self, "balance", None)
-        if name is None or (own is not None and own.name == name):
-            return own if name else None
-        if (found := known_balance(name)) is None:
-            raise ValueError(
-                f"its keys are in a basis ({name}) that is not at hand: save with "
-                "mlx_kivi.save_prompt_cache, which keeps it in the file"
-            )
-        return found
 
     @property
     def meta_state(self) -> str:
@@ -390,6 +382,8 @@ class QuantizedStreamingCache(Rewriting):
                 f"keys of shape {k} and values of shape {v} do not fit each "
                 "other: give [batch, heads, tokens, head size]"
             )
+        if self.empty() and self.balance is not None and self.config.moves_keys:
+            check_balance(self.balance, keys)
         if not self.empty():
             for name, new, ring in zip(("keys", "values"), (k, v), self._ring, strict=True):
                 old = ring.shape

@@ -94,10 +94,15 @@ class Balance:
         if not np.isfinite(exact).all() or np.linalg.cond(exact).max() > 1e5:
             raise ValueError("a basis that can't be undone")
         self._inverse = np.linalg.inv(exact)
-        heads = str(matrix.shape).encode()
-        data = np.array(self.matrix.view(mx.uint16)).astype("<u2").tobytes()
-        self.name = hashlib.sha256(heads + data).hexdigest()[:32]
-        _known[self.name] = self
+        self.name = _name(self.matrix)
+        first = _known.setdefault(self.name, self)
+        # The one that goes by the name lives as long as any that is the same.
+        self._first = None if first is self else first
+
+    @classmethod
+    def shared(cls, matrix: mx.array) -> Balance:
+        """The one of this content that a cache or a model holds, else a new one."""
+        return known_balance(_name(matrix.astype(mx.bfloat16))) or cls(matrix)
 
     @cached_property
     def whole(self) -> BalancedBasis:
@@ -108,6 +113,12 @@ class Balance:
     def halved(self) -> BalancedBasis:
         """Of keys that have more bits in the first half of their channels."""
         return BalancedBasis(self.matrix, self._inverse, halves=True)
+
+
+def _name(matrix: mx.array) -> str:
+    shape = str(matrix.shape).encode()
+    data = np.array(matrix.view(mx.uint16)).astype("<u2").tobytes()
+    return hashlib.sha256(shape + data).hexdigest()[:32]
 
 
 _known: WeakValueDictionary[str, Balance] = WeakValueDictionary()

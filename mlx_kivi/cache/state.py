@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..config import DTYPES, KVCacheConfig
+from .basis import Balance, known_balance
 from .group_store import GroupStore, KeyStore
 from .layout import UNBOUNDED, Plan, can_pack, plan_for, spans
 from .rotation import REBASE_BY, Rotation
@@ -86,7 +87,7 @@ def read_header(state: Sequence[Any]) -> tuple[Header, list[mx.array]]:
         fields = json.loads(bytes(np.array(state[0])))
         rotation = fields.get("rotation")
         rotation = None if rotation is None else Rotation(**rotation)
-        # Version 0.1.0 packed keys and values as they are.
+        # Before there was a choice, keys and values were packed as they are.
         config = KVCacheConfig(**{"balanced": False, **fields["config"]})
         first = "packed" not in fields  # version 0.1.0
         packed = can_pack(config) if first else fields["packed"]
@@ -101,9 +102,8 @@ def read_header(state: Sequence[Any]) -> tuple[Header, list[mx.array]]:
 
 
 def _with_pairs(header: Header, arrays: list[mx.array]) -> list[mx.array]:
-    """Arrays of version 0.1.0, which kept scales and zeros of keys apart."""
-    start = 4 if header.spares else 2
-    scales, zeros = start + 1, start + 2
+    """Arrays of before there were bases, when scales and zeros of keys were apart."""
+    scales, zeros = 3, 4  # after ring and words: no cache has both packed groups and a margin
     if not header.store_slots or not header.config.k_bits or len(arrays) <= zeros:
         return arrays
     pair = [arrays[scales], arrays[zeros]]
@@ -168,6 +168,8 @@ def _check_header(header: Header) -> None:
         raise ValueError(f"store_low is {header.store_low} after {header.offset} tokens")
     if not isinstance(header.balance, str | None):
         raise ValueError(f"balance is {header.balance!r}")
+    if header.balance is not None and not header.config.moves_keys:
+        raise ValueError(f"balance is {header.balance!r}, though keys are stored as they are")
     if header.oldest > low:
         raise ValueError(f"oldest is {header.oldest} after {header.offset} tokens")
 
@@ -194,6 +196,38 @@ def read_ring(header: Header, arrays: Sequence[mx.array], step: int) -> tuple[mx
         raise ValueError(f"recent keys are {keys.shape}, {header.rotation.dims} channels turn")
     total = header.plan.full_room(header.offset, step)
     return _padded(keys, total), _padded(values, total)
+
+
+def read_balance(header: Header, ring: Sequence[mx.array]) -> Balance | None:
+    """The basis that the header names, None if it names none.
+
+    Args:
+        ring: Keys and values [B, H, ·, D], of any shape before the first token.
+
+    Raises:
+        ValueError: if it is in no cache or model of this process, or is not for such keys.
+    """
+    if header.balance is None:
+        return None
+    found = known_balance(header.balance)
+    if found is None:
+        raise ValueError(
+            f"its keys are in a basis ({header.balance[:40]!r}) that is not at hand: save with "
+            "mlx_kivi.save_prompt_cache, which keeps it in the file"
+        )
+    if header.offset:
+        check_balance(found, ring[0])
+    return found
+
+
+def check_balance(balance: Balance, keys: mx.array) -> None:
+    """Raises ValueError if a basis is not for keys [B, H, ·, D]."""
+    heads, dim, _ = balance.matrix.shape
+    if (heads, dim) != (keys.shape[1], keys.shape[3]):
+        raise ValueError(
+            f"keys of {keys.shape[1]} heads, head size {keys.shape[3]}, do not fit their basis, "
+            f"of {heads} heads, head size {dim}: use the model that the cache was made with"
+        )
 
 
 def read_margin(

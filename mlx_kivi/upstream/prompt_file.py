@@ -1,7 +1,8 @@
 """Prompt caches in files: mlx_lm's own format, of either generation, read with suspicion.
 
 While mlx_lm is hooked, its `save_prompt_cache` and `load_prompt_cache` come here for lists that
-hold a cache of ours, and stay as they are for all others.
+hold a cache of ours, and stay as they are for all others. What their keys' bases are is a property
+of the model: a file has each once, in an entry behind those of the model's caches.
 """
 
 from __future__ import annotations
@@ -17,16 +18,46 @@ from typing import Any
 import mlx.core as mx
 
 from .. import hooks
-from ..config import KVCacheConfig
+from ..cache.basis import Balance
+from ..config import PRESETS, KVCacheConfig
 from ..models.latent_caches import LatentCache
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from . import compat
 
 _SUFFIX = ".safetensors"
+# What a preset decides of a policy: bounds come from flags of their own.
+_OF_PRESETS = ("k_bits", "v_bits", "group_size", "residual_length", "dtype", "balanced")
 
 
 class PromptFileError(ValueError):
     """A prompt file that can't be used: one line that names the file, the fault and the mend."""
+
+
+class KeyBases:
+    """The bases that caches are packed in, as one more entry of a file.
+
+    state: the matrix [H, D, D] bfloat16 of each, once; ``meta_state`` is what mlx-lm up to 0.31
+    asks for.
+    """
+
+    meta_state = ""
+
+    def __init__(self, balances: list[Balance]) -> None:
+        self.balances = balances
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [balance.matrix for balance in self.balances]
+
+    @classmethod
+    def from_state(cls, state: Any) -> KeyBases:
+        """Raises ValueError if it is no list of such matrices."""
+        if not isinstance(state, list) or not all(isinstance(x, mx.array) for x in state):
+            raise ValueError("its bases are not a list of arrays")
+        wrong = [x.dtype for x in state if x.dtype != mx.bfloat16]
+        if wrong:
+            raise ValueError(f"a basis of {wrong[0]}")
+        return cls([Balance.shared(x) for x in state])
 
 
 def save_prompt_cache(
@@ -50,7 +81,7 @@ def save_prompt_cache(
     place = os.path.realpath(path)
     beside = f"{place.removesuffix(_SUFFIX)}.{secrets.token_hex(4)}.tmp{_SUFFIX}"
     try:
-        save(beside, cache, metadata or {})
+        save(beside, _with_bases(cache), metadata or {})
         os.replace(beside, place)
     except (OSError, RuntimeError) as error:
         raise PromptFileError(f"{path}: can't be written ({_line(error)})") from None
@@ -117,11 +148,29 @@ def _kind(cache: Any) -> str:
 def _compare(layer: int, theirs: KVCacheConfig, ours: KVCacheConfig) -> None:
     for field in fields(KVCacheConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name == "balanced" and _moved(ours) == _moved(theirs):
+            continue  # as for 8 bits
         if mine != its:
+            mend = "leave the cache's flags out, or make the file again"
+            if field.name in _OF_PRESETS and (preset := _preset(theirs)):
+                mend = f"use --kv-quantize {preset}, or {mend}"
             raise PromptFileError(
                 f"--prompt-cache-file was made with {field.name}={its} (layer {layer}), the flags "
-                f"give {field.name}={mine}: leave the cache's flags out, or make the file again"
+                f"give {field.name}={mine}: {mend}"
             )
+
+
+def _moved(config: KVCacheConfig) -> tuple[bool, bool]:
+    return config.moves_keys, config.moves_values
+
+
+def _preset(config: KVCacheConfig) -> str | None:
+    """The one that gives what a policy has beside its bounds."""
+    for name in PRESETS:
+        made = KVCacheConfig.from_name(name)
+        if all(getattr(made, field) == getattr(config, field) for field in _OF_PRESETS):
+            return name
+    return None
 
 
 def _members(cache: Any) -> Iterator[Any]:
@@ -137,29 +186,54 @@ def dispatch_save(file_name: Any, cache: list[Any], metadata: dict[str, str] | N
     if ours and isinstance(file_name, str | os.PathLike):
         save_prompt_cache(file_name, cache, metadata)
     else:
-        hooks.attention.original("save_prompt_cache")(file_name, cache, metadata or {})
+        own = hooks.attention.original("save_prompt_cache")
+        own(file_name, _with_bases(cache) if ours else cache, metadata or {})
 
 
 def dispatch_load(file_name: Any, return_metadata: bool) -> Any:
     """mlx_lm's `load_prompt_cache` while it is hooked."""
-    if not isinstance(file_name, str | os.PathLike):
-        return hooks.attention.original("load_prompt_cache")(file_name, return_metadata)
     records, metadata = _read(file_name)
     if any(record.ours for record in records):
         caches = _restore(file_name, records)
         return (caches, metadata) if return_metadata else caches
+    if hasattr(file_name, "seek"):
+        file_name.seek(0)
     with _broken_if_it_fails(file_name):
-        return hooks.attention.original("load_prompt_cache")(_named(file_name), return_metadata)
+        own = hooks.attention.original("load_prompt_cache")
+        return own(_named(file_name), return_metadata)
 
 
-def _named(file_name: str | os.PathLike[str]) -> str:
+def _with_bases(caches: list[Any]) -> list[Any]:
+    """The caches, and behind them the bases that they name, if any."""
+    once = {balance.name: balance for balance in _bases(caches)}
+    return [*caches, KeyBases(list(once.values()))] if once else caches
+
+
+def _bases(caches: list[Any]) -> Iterator[Balance]:
+    """The basis of each cache whose state names one."""
+    for cache in caches:
+        for member in _members(cache):
+            if isinstance(member, QuantizedStreamingCache) and member.config.moves_keys:
+                if member.balance is not None:
+                    yield member.balance
+
+
+def _named(file_name: Any) -> Any:
+    """A path with its suffix; an open file, which mlx_lm takes as well, as it is."""
+    if not isinstance(file_name, str | os.PathLike):
+        return file_name
     path = os.fspath(file_name)
     return path if path.endswith(_SUFFIX) else path + _SUFFIX
 
 
-def _read(file_name: str | os.PathLike[str]) -> tuple[list[compat.Record], dict[str, str]]:
+def _shown(file_name: Any) -> str:
+    named = _named(file_name)
+    return named if isinstance(named, str) else str(getattr(named, "name", "the open file"))
+
+
+def _read(file_name: Any) -> tuple[list[compat.Record], dict[str, str]]:
     path = _named(file_name)
-    if not os.path.isfile(path):
+    if isinstance(path, str) and not os.path.isfile(path):
         raise PromptFileError(f"{path}: no such file")
     try:
         loaded: Any = mx.load(path, return_metadata=True)
@@ -168,22 +242,41 @@ def _read(file_name: str | os.PathLike[str]) -> tuple[list[compat.Record], dict[
         return compat.read(arrays, header)
     except Exception as error:  # the file may be anything
         raise PromptFileError(
-            f"{path}: not a whole prompt cache file ({_line(error)}); make it again"
+            f"{_shown(path)}: not a whole prompt cache file ({_line(error)}); make it again"
         ) from None
 
 
-def _restore(file_name: str | os.PathLike[str], records: list[compat.Record]) -> list[Any]:
+def _restore(file_name: Any, records: list[compat.Record]) -> list[Any]:
     with _broken_if_it_fails(file_name):
-        return [compat.restore(record) for record in records]
+        carried: list[Balance] = []
+        if records and records[-1].kind == KeyBases.__name__:
+            *records, last = records
+            carried = KeyBases.from_state(last.state).balances
+        caches = [compat.restore(record) for record in records]
+        _check_bases(carried, caches)
+        return caches
+
+
+def _check_bases(carried: list[Balance], caches: list[Any]) -> None:
+    """Raises ValueError unless a file has the bases that its caches name, each once."""
+    names, needed = [b.name for b in carried], {b.name for b in _bases(caches)}
+    if missing := needed.difference(names):
+        # Even if it is at hand here: it would not be elsewhere.
+        raise ValueError(
+            f"the basis {min(missing)} of its keys is not in it: save with "
+            "mlx_kivi.save_prompt_cache"
+        )
+    if len(names) != len(needed):
+        raise ValueError(f"it has {len(names)} bases, its caches name {len(needed)}")
 
 
 @contextmanager
-def _broken_if_it_fails(file_name: str | os.PathLike[str]) -> Iterator[None]:
+def _broken_if_it_fails(file_name: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # mlx_lm's own classes check nothing
         raise PromptFileError(
-            f"{_named(file_name)}: its caches are broken ({_line(error)}); make it again"
+            f"{_shown(file_name)}: its caches are broken ({_line(error)}); make it again"
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from old_files import CASES, follow, model, path_of
 
 import mlx_kivi
+from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 from mlx_kivi.models.factory import ours
 
 
@@ -77,4 +79,83 @@ def test_an_old_ring_of_another_size_is_refused_in_one_line(
     mx.save_safetensors(path, {**arrays, "1.2": cut(arrays["1.2"])}, header)
     with pytest.raises(ValueError, match="recent keys are .*; make it again$") as caught:
         mlx_kivi.load_prompt_cache(path)
+    assert "\n" not in str(caught.value)
+
+
+# Between 0.1.0 and the bases: windows have a margin, scales and zeros of keys are apart.
+
+PLAIN_LAYOUT = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, residual_length=16, balanced=False)
+BETWEEN = {
+    "packed": (PLAIN_LAYOUT, "float32"),
+    "packed, float16": (PLAIN_LAYOUT, "float16"),
+    "packed, window": (PLAIN_LAYOUT.replace(window=140), "float32"),
+    "packed keys alone": (PLAIN_LAYOUT.replace(v_bits=None), "float32"),
+    "packed values alone": (PLAIN_LAYOUT.replace(k_bits=None), "float32"),
+    "margin": (PLAIN_LAYOUT.replace(k_bits=None, v_bits=None, window=60), "float32"),
+    "margin, too small to pack": (PLAIN_LAYOUT.replace(window=40), "float32"),
+    "margin, int8": (PLAIN_LAYOUT.replace(k_bits=8, v_bits=8, window=40), "float32"),
+}
+
+
+def from_between(state: list[mx.array], keys_packed: bool) -> list[mx.array]:
+    """A state as it was written then."""
+    header = json.loads(bytes(np.array(state[0])))
+    assert header.pop("balance") is None and header["config"].pop("balanced") is False
+    first = mx.array(list(json.dumps(header).encode()), mx.uint8)
+    if not keys_packed:
+        return [first, *state[1:]]
+    pair = mx.split(state[4], 2, axis=2)
+    return [first, *state[1:4], *pair, *state[5:]]
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_state_of_before_the_bases_goes_on_and_trims_as_it_did(name: str) -> None:
+    config, dtype = BETWEEN[name]
+    text = mx.array(np.random.default_rng(0).normal(0, 1, (2, 1, 2, 600, 32)))
+    text = text.astype(getattr(mx, dtype))
+
+    def feed(cache: QuantizedStreamingCache, *calls: int) -> list[mx.array]:
+        seen = []
+        for n in calls:
+            seen += cache.update_and_fetch(*text[..., cache.offset : cache.offset + n, :])
+        return seen
+
+    cache = QuantizedStreamingCache(config)
+    feed(cache, 250, *[1] * 30)
+    keys_packed = cache.packed_tokens > 0 and config.k_bits is not None
+    assert keys_packed == (name.startswith("packed") and "values" not in name)
+    assert (cache._margin is not None) == name.startswith("margin")
+    again = QuantizedStreamingCache.from_state(from_between(cache.state, keys_packed))
+    assert again.config == config and again.balance is None
+    assert len(again.state) == len(cache.state)
+    for back, calls in ((0, (1, 3, 1)), (25, (1, 1, 40)), (32, (1, 100, 1))):
+        for one in (cache, again):
+            assert one.trim(back) == back
+        for got, want in zip(feed(again, *calls), feed(cache, *calls), strict=True):
+            assert got.dtype == want.dtype and mx.array_equal(got, want)
+
+
+def test_the_policy_of_an_old_file_is_to_pack_keys_and_values_as_they_are() -> None:
+    for name in CASES:
+        for cache in ours(mlx_kivi.load_prompt_cache(path_of(name))):
+            assert cache.config.balanced is False and cache.balance is None
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        lambda scales, zeros: [scales, zeros[:, :, :-1]],
+        lambda scales, zeros: [scales[:, :, :-1], zeros[:, :, :-1]],
+        lambda scales, zeros: [scales, zeros.astype(mx.float32)],
+        lambda scales, zeros: [scales[0], zeros[0]],
+        lambda scales, zeros: [scales],
+        lambda scales, zeros: [scales, zeros, zeros],
+    ],
+)
+def test_an_old_pair_of_other_sizes_is_refused_in_one_line(pair: Callable[..., Any]) -> None:
+    cache = QuantizedStreamingCache(PLAIN_LAYOUT)
+    cache.update_and_fetch(*mx.random.normal((2, 1, 2, 250, 32)))
+    state = from_between(cache.state, keys_packed=True)
+    with pytest.raises(ValueError) as caught:
+        QuantizedStreamingCache.from_state([*state[:4], *pair(*state[4:6]), *state[6:]])
     assert "\n" not in str(caught.value)

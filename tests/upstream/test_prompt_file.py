@@ -17,6 +17,8 @@ from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 from mlx_kivi.models.learned_positions import RestartingCache
 from mlx_kivi.upstream.prompt_file import PromptFileError, check
 
+PRESET = KVCacheConfig.from_name
+
 # Files that are no prompt files
 
 
@@ -159,6 +161,51 @@ def test_settings_that_contradict_the_flags_are_named(
     message = str(caught.value)
     assert message.startswith("--prompt-cache-file") and "\n" not in message
     assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("made", "flags", "words"),
+    [
+        (PRESET("kivi4"), PRESET("int4"), ["balanced=False", "balanced=True", "kivi4, or leave"]),
+        (PRESET("kivi4", window=200), PRESET("int4", window=200), ["use --kv-quantize kivi4,"]),
+        (PRESET("int4"), PRESET("kivi4"), ["balanced=True", "use --kv-quantize int4, or leave"]),
+        (PRESET("kivi2", sink=2), PRESET("int2"), ["k_bits=2", "use --kv-quantize kivi2,"]),
+        (PRESET("int2"), PRESET("int3"), ["v_bits=2", "use --kv-quantize int2, or leave"]),
+        (PRESET("none"), PRESET("int4"), ["k_bits=None", "use --kv-quantize none, or leave"]),
+        (
+            PRESET("kivi4", group_size=32),
+            PRESET("int4", group_size=32),
+            ["balanced=False", "give balanced=True: leave the cache's flags out, or make"],
+        ),
+        (
+            PRESET("int4", window=90),
+            PRESET("int4", window=60),
+            ["give window=60: leave the cache's flags out, or make"],
+        ),
+    ],
+)
+def test_the_mend_names_the_preset_that_a_file_was_made_with(
+    made: KVCacheConfig, flags: KVCacheConfig, words: list[str]
+) -> None:
+    with pytest.raises(PromptFileError) as caught:
+        check([QuantizedStreamingCache(made)], [QuantizedStreamingCache(flags)])
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "bf16"])
+def test_a_basis_that_nothing_is_packed_in_makes_no_difference(name: str) -> None:
+    """As in files of before there was a choice."""
+    made = [PRESET(name, balanced=balanced, window=500) for balanced in (False, True)]
+    for theirs, ours in (made, made[::-1]):
+        check([QuantizedStreamingCache(theirs)], [QuantizedStreamingCache(ours)])
+
+
+@pytest.mark.parametrize("bits", [{"k_bits": 4}, {"v_bits": 4}])
+def test_a_basis_that_keys_or_values_are_packed_in_makes_one(bits: dict[str, int]) -> None:
+    theirs, ours = (KVCacheConfig(**bits, balanced=balanced) for balanced in (False, True))
+    with pytest.raises(PromptFileError, match="with balanced=False"):
+        check([QuantizedStreamingCache(theirs)], [QuantizedStreamingCache(ours)])
 
 
 def test_a_window_that_changes_what_a_cache_is_for_is_named() -> None:

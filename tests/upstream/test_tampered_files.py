@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from prompt_files import PACKED, PLAIN, filled, refused
+from mlx_lm.models.cache import CacheList
+from prompt_files import PACKED, PLAIN, basis, filled, refused, stock
 
 import mlx_kivi
-from mlx_kivi import KVCacheConfig
+from mlx_kivi import KVCacheConfig, hooks
+from mlx_kivi.upstream.prompt_file import KeyBases
 
 
 def tampered(
@@ -24,6 +27,10 @@ def tampered(
 ) -> None:
     """A good file, its arrays ("0.0" is the header of the state) and text changed."""
     mlx_kivi.save_prompt_cache(path, [filled(config)])
+    changed(path, change)
+
+
+def changed(path: Path, change: Callable[[dict[str, mx.array], dict[str, str]], None]) -> None:
     arrays, text = mx.load(str(path), return_metadata=True)
     mx.eval(arrays)
     change(arrays, text)
@@ -121,14 +128,16 @@ ARRAYS = {
     "packed words of another type": array_change("0.3", lambda x: x.astype(mx.int32)),
     "fewer packed words": array_change("0.3", lambda x: x[..., :-1]),
     "scales of another type": array_change("0.4", lambda x: x.astype(mx.float32)),
-    "a scale too many": array_change("0.5", lambda x: mx.concatenate([x, x], -1)),
-    "a value's zero too few": array_change("0.9", lambda x: x[:, :, 1:]),
+    "scales alone": array_change("0.4", lambda x: x[:, :, :32]),
+    "a scale too many": array_change("0.4", lambda x: mx.concatenate([x, x], -1)),
+    "a shift of another type": array_change("0.5", lambda x: x.astype(mx.float16)),
+    "a value's zero too few": array_change("0.8", lambda x: x[:, :, 1:]),
     "no header": array_change("0.0", lambda x: None),
     "no keys": array_change("0.1", lambda x: None),
-    "no shift": array_change("0.6", lambda x: None),
-    "no last array": array_change("0.9", lambda x: None),
-    "an array too many": lambda a, _: a.update({"0.10": mx.zeros((3,))}),
-    "a gap": lambda a, _: a.update({"0.11": mx.zeros((3,))}),
+    "no shift": array_change("0.5", lambda x: None),
+    "no last array": array_change("0.8", lambda x: None),
+    "an array too many": lambda a, _: a.update({"0.9": mx.zeros((3,))}),
+    "a gap": lambda a, _: a.update({"0.10": mx.zeros((3,))}),
     "a giant index": lambda a, _: a.update({"0.999999999999": mx.zeros((3,))}),
     "an array under an array": lambda a, _: a.update({"0.1.0": mx.zeros((3,))}),
     "nested without end": lambda a, _: a.update({"0.1" + ".0" * 2000: mx.zeros((3,))}),
@@ -158,6 +167,92 @@ MARGINS = {
     "none": lambda a, _: [a.pop(k) for k in ("0.3", "0.4")],
     "an array too many": lambda a, _: a.update({"0.5": mx.zeros((3,))}),
 }
+
+
+# Of a file of two caches, whose bases are entry 2.
+BASES = {
+    "of another type": (array_change("2.0", lambda x: x.astype(mx.float32)), "float32"),
+    "of integers": (array_change("2.1", lambda x: x.view(mx.uint16)), "uint16"),
+    "of one dimension less": (array_change("2.0", lambda x: x[0]), "shape"),
+    "of one dimension more": (array_change("2.0", lambda x: x[None]), "shape"),
+    "not square": (array_change("2.0", lambda x: x[:, 1:]), "shape"),
+    "of no heads": (array_change("2.0", lambda x: x[:0]), "shape"),
+    "not finite": (array_change("2.1", lambda x: mx.where(x == x[1, 2, 3], mx.nan, x)), "undone"),
+    "infinite": (array_change("2.1", lambda x: x * mx.inf), "undone"),
+    "of zeros": (array_change("2.0", lambda x: 0 * x), "undone"),
+    "singular": (array_change("2.0", lambda x: mx.repeat(x[..., :1], 32, -1)), "undone"),
+    "another": (array_change("2.0", lambda x: 2 * x), "is not in it"),
+    "missing": (array_change("2.1", lambda x: None), "is not in it"),
+    "all missing": (lambda a, _: [a.pop(k) for k in ("2.0", "2.1")], "is not in it"),
+    "two times": (lambda a, _: a.update({"2.2": a["2.0"]}), "3 bases, its caches name 2"),
+    "one too many": (lambda a, _: a.update({"2.2": basis(7).matrix}), "3 bases, its caches name 2"),
+    "one in a list": (lambda a, _: a.update({"2.2.0": basis(7).matrix}), "not a list of arrays"),
+    "named": (lambda a, _: a.update({"2.name": a.pop("2.0")}), "entries are missing"),
+    "named by no cache": (header_change(balance=None), "packed arrays|2 bases, its caches name 1"),
+    "of a name of a number": (header_change(balance=3), "balance is 3"),
+    "of a name that no basis has": (header_change(balance="x" * 32), "not at hand"),
+    "of a policy that has none": (header_change(config__balanced=False), "as they are"),
+    "of keys in 8 bits": (header_change(config__k_bits=8), "as they are"),
+    "of keys in full precision": (header_change(config__k_bits=None), "as they are"),
+}
+
+
+def two_with_bases(path: Path, change: Any) -> None:
+    mlx_kivi.save_prompt_cache(path, [filled(PACKED, balance=basis(i)) for i in range(2)])
+    changed(path, change)
+
+
+@pytest.mark.parametrize(("change", "why"), BASES.values(), ids=list(BASES))
+def test_bases_that_were_tampered_with_are_refused(path: Path, change: Any, why: str) -> None:
+    # Whether or not they are at hand.
+    alive = [basis(i) for i in range(2)]
+    two_with_bases(path, change)
+    assert re.search(why, refused(path))
+    del alive
+    assert re.search(f"{why}|not at hand", refused(path))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim"), [(1, 32), (4, 32), (2, 16), (2, 64)], ids=["head", "heads", "half", "double"]
+)
+def test_a_basis_of_other_heads_than_the_cache_that_names_it_is_refused(
+    path: Path, heads: int, dim: int
+) -> None:
+    other = basis(0, heads, dim)
+    mlx_kivi.save_prompt_cache(path, [filled(PACKED, balance=basis(0))])
+
+    def change(arrays: dict[str, mx.array], text: dict[str, str]) -> None:
+        header_change(balance=other.name)(arrays, text)
+        arrays["1.0"] = other.matrix
+
+    changed(path, change)
+    refused(path, "keys of 2 heads, head size 32", f"of {heads} heads, head size {dim}")
+
+
+@pytest.mark.parametrize("where", [[0], [1], [2], [2, 3], [0, 3]], ids=str)
+def test_bases_in_other_places_than_behind_the_caches_are_refused(
+    path: Path, where: list[int]
+) -> None:
+    parts = [filled(PACKED, balance=basis(0)), filled(PLAIN)]
+    for place in where:
+        parts.insert(place, KeyBases([basis(0)]))
+    with mlx_kivi.patched():
+        hooks.attention.original("save_prompt_cache")(str(path), parts, {})
+    if where == [2]:
+        assert len(mlx_kivi.load_prompt_cache(path)) == 2
+    else:
+        refused(path, "KeyBases")
+
+
+def test_bases_among_the_members_of_a_list_of_caches_are_refused(path: Path) -> None:
+    parts = [CacheList(stock(), KeyBases([basis(0)])), filled(PACKED, balance=basis(0))]
+    hooks.attention.original("save_prompt_cache")(str(path), parts, {})
+    refused(path)
+
+
+def test_bases_of_stock_caches_are_refused(path: Path) -> None:
+    hooks.attention.original("save_prompt_cache")(str(path), [stock(), KeyBases([basis(0)])], {})
+    refused(path)
 
 
 def classes(text: dict[str, str]) -> list[str]:

@@ -126,6 +126,25 @@ def test_products_with_a_store_are_those_with_its_dense_tokens(
     np.testing.assert_array_equal(dense(keys.dense(1, 1)), dense(keys.dense(0, 3))[:, :, 32:64])
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("name", BASES)
+def test_tokens_come_back_within_half_a_stored_step(name: str, bits: int) -> None:
+    """In the basis of the store, however far inside the range its levels lie."""
+    x, dim = normal(96, 80), 80
+    one = basis(name, dim)
+    keys, values = KeyStore(bits, GROUP, one), ValueStore(bits, GROUP, mixed=True)
+    for store in (keys, values):
+        store.reserve(3, x)
+        store.write(0, x)
+    error = dense(one.keys(keys.dense(0, 3))) - dense(one.keys(x))
+    steps = dense(keys.live_arrays()[-2])[:, :, :dim].repeat(GROUP, axis=-1).swapaxes(-1, -2)
+    assert (np.abs(error) <= steps / 2 + 1e-5).all()
+    error = (dense(values.dense(0, 3)) - dense(x)) @ mixing(dim)
+    size, _ = value_group(dim, GROUP, bits)
+    steps = dense(values.live_arrays()[1]).repeat(size, axis=-1)[..., :dim]
+    assert (np.abs(error) <= steps / 2 + 1e-5).all()
+
+
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dim", HEAD_SIZES)
 def test_halves_are_four_bits_then_two(dim: int, group: int) -> None:

@@ -87,17 +87,26 @@ def test_short_calls_on_packed_data_see_what_single_steps_see(
     np.testing.assert_allclose(dense(a), dense(b), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("k_bits", "v_bits"), [(4, 4), (2, None), (None, 3), (8, 5)])
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits", "seed"),
+    [(4, 4, None), (2, None, 0), (None, 3, None), (8, 5, None), (3, 2, 0)],
+)
 @pytest.mark.parametrize(
     ("k_dim", "v_dim"), [(40, 112), (64, 32), (80, 80), (96, 64), (100, 120), (192, 128)]
 )
 @pytest.mark.parametrize("window", [None, 90])
 def test_head_sizes_of_keys_and_values_are_free(
-    k_dim: int, v_dim: int, k_bits: int | None, v_bits: int | None, window: int | None
+    k_dim: int,
+    v_dim: int,
+    k_bits: int | None,
+    v_bits: int | None,
+    seed: int | None,
+    window: int | None,
 ) -> None:
     stream = Stream(150, 2, 2, k_dim, v_dim)
     for packed in (True, False):
-        cache = cache_of(k_bits=k_bits, v_bits=v_bits, window=window, packed=packed)
+        config = KVCacheConfig(k_bits=k_bits, v_bits=v_bits, group_size=32, window=window)
+        cache = new_cache(config, stream, packed, seed)
         follow(cache, stream, [110, 1, 30, 1, 8])
 
 

@@ -275,6 +275,11 @@ class Model:
         intact = positions[intact & ~self.packed[which][positions]]
         content[:, :, intact] = tokens[:, :, intact]
         changed = (held != content[:, :, positions]).any(axis=(0, 1, 3))
+        if (self.config.moves_keys, self.config.moves_values)[which]:
+            # Unpacked by a product, whose last bit depends on how many tokens it is of.
+            off = np.abs(held - content[:, :, positions])
+            same = off <= 2 * self.eps * np.abs(content[:, :, positions]) + 1e-6
+            changed &= ~(same.all(axis=(0, 1, 3)) & self.packed[which][positions])
         moved = positions[changed]
         if not len(moved):
             return

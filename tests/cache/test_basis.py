@@ -123,7 +123,8 @@ def test_products_with_a_store_are_those_with_its_dense_tokens(
     # The keys without their product: as one array, and slot by slot.
     unpacked = keys.unpacked(after=x).scores(keys.basis.queries(q))
     np.testing.assert_allclose(dense(unpacked), scores, rtol=0, atol=ulp * dim**0.5 * 4)
-    np.testing.assert_array_equal(dense(keys.dense(1, 1)), dense(keys.dense(0, 3))[:, :, 32:64])
+    whole = dense(keys.dense(0, 3))[:, :, 32:64]
+    np.testing.assert_allclose(dense(keys.dense(1, 1)), whole, rtol=ulp, atol=ulp)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
@@ -295,7 +296,7 @@ def broken(kind: str) -> mx.array:
         matrix[:] = 0
     elif kind == "not square":
         matrix = matrix[:, :, :31]
-    elif kind == "one head, no axis":
+    elif kind == "no axis":
         matrix = matrix[0]
     else:
         matrix = matrix[:0]
@@ -303,12 +304,8 @@ def broken(kind: str) -> mx.array:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "nan", "infinite", "singular", "nearly singular", "zero", "not square",
-        "one head, no axis", "no heads",
-    ],
-)  # fmt: skip
+    "kind", "nan|infinite|singular|nearly singular|zero|not square|no axis|no heads".split("|")
+)
 def test_what_is_no_basis_is_refused_in_one_line(kind: str) -> None:
     with pytest.raises(ValueError, match="a basis (of shape|that can't be undone)") as caught:
         Balance(broken(kind))

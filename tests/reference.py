@@ -18,11 +18,14 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 from mlx_lm.models.base import scaled_dot_product_attention
+from storage import basis_of, half_step, random_balance
 
-from conformance.common import allowed, arrays_in, shown  # noqa: F401 - arrays_in for tests/cache
+from conformance import common
+from conformance.common import allowed, shown
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
 from mlx_kivi.cache.attention import CacheHandle
-from mlx_kivi.config import BITS, value_group
+from mlx_kivi.cache.basis import Balance
+from mlx_kivi.config import BITS
 
 EPS = {mx.float16: 2**-11, mx.bfloat16: 2**-8, mx.float32: 2**-24}
 
@@ -37,7 +40,10 @@ policies = st.builds(
     residual_length=st.sampled_from([0, 1, 32]) | st.integers(0, 70),
     sink=st.integers(0, 9),
     window=st.none() | st.integers(1, 30) | st.integers(31, 200),
+    balanced=st.booleans(),
 )
+# Of a random `Balance`, see `new_cache`; None takes Hadamard's matrix alone.
+seeds = st.none() | st.integers(0, 2)
 bounds = st.builds(
     KVCacheConfig,
     sink=st.integers(0, 9),
@@ -140,6 +146,16 @@ class Stream:
         return tuple(x[:, :, begin:end] for x in (self.q, self.k, self.v))
 
 
+def new_cache(
+    config: KVCacheConfig, stream: Stream, packed: bool = True, seed: int | None = None
+) -> QuantizedStreamingCache:
+    """A cache for these heads, with a random `Balance` if there is a seed."""
+    cache = QuantizedStreamingCache(config, packed_attention=packed)
+    if seed is not None:
+        cache.balance = random_balance(stream.heads, stream.k_dim, seed)
+    return cache
+
+
 def step(
     cache: Any, stream: Stream, begin: int, end: int, sinks: mx.array | None = None
 ) -> mx.array:
@@ -162,6 +178,12 @@ def run(cache: Any, stream: Stream, chunks: list[int], begin: int = 0) -> list[m
     return outputs
 
 
+def arrays_in(cache: QuantizedStreamingCache) -> list[mx.array]:
+    """Every array that a cache reaches, once each, but for its `Balance`: that is the model's."""
+    of_the_model = {id(x) for x in common.arrays_in(cache.balance)}
+    return [x for x in common.arrays_in(cache) if id(x) not in of_the_model]
+
+
 def stored(
     cache: QuantizedStreamingCache, rows: int = 1
 ) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -175,42 +197,21 @@ def stored(
     return [(rows, dense(keys), dense(values))]
 
 
-# What storage may do to tokens
-
-
-def half_step(config: KVCacheConfig, which: int, x: np.ndarray, sink: int) -> np.ndarray:
-    """Half of the ideal step, range / levels, of the group each token is in: as x.
-
-    x [B, H, T, D]: keys (``which`` 0) share a step along whole groups of tokens from the sinks
-    on, values (1) along the head. 0 where no step is: sinks, and tokens of a partial group.
-    """
-    bits = config.k_bits if which == 0 else config.v_bits
-    bound = np.zeros_like(x)
-    if bits is None or 0 in x.shape:
-        return bound
-    levels, group = 2**bits - 1, config.group_size
-    if which == 0:
-        for lo in range(sink, x.shape[2] - group + 1, group):
-            part = x[:, :, lo : lo + group]
-            bound[:, :, lo : lo + group] = np.ptp(part, axis=2, keepdims=True)
-    else:
-        size, _ = value_group(x.shape[3], group, bits)
-        end = sink + (max(0, x.shape[2] - sink) // group) * group
-        for lo in range(0, x.shape[3], size):
-            part = x[:, :, sink:end, lo : lo + size]
-            bound[:, :, sink:end, lo : lo + size] = np.ptp(part, axis=3, keepdims=True)
-    return bound / levels / 2
+# What a cache should hold
 
 
 class Model:
     """What a cache should hold, token by token, and what its queries should get.
 
     Content starts as the tokens themselves. Once a whole group has left the residual, it may
-    change, one time, by half a step: that is quantisation. From then on it is frozen.
+    change, one time, by half a step in the basis of its store: that is quantisation. From then on
+    it is frozen.
     """
 
-    def __init__(self, config: KVCacheConfig, stream: Stream) -> None:
-        self.config, self.stream = config, stream
+    def __init__(
+        self, config: KVCacheConfig, stream: Stream, balance: Balance | None = None
+    ) -> None:
+        self.config, self.stream, self.balance = config, stream, balance
         self.offset = self.peak = 0  # tokens now, and at the most so far
         storage = stream.dtype if config.dtype is None else getattr(mx, config.dtype)
         # Coarsest float type that a value passes through on its way out.
@@ -274,6 +275,11 @@ class Model:
         intact = positions[intact & ~self.packed[which][positions]]
         content[:, :, intact] = tokens[:, :, intact]
         changed = (held != content[:, :, positions]).any(axis=(0, 1, 3))
+        if (self.config.moves_keys, self.config.moves_values)[which]:
+            # Unpacked by a product, whose last bit depends on how many tokens it is of.
+            off = np.abs(held - content[:, :, positions])
+            same = off <= 2 * self.eps * np.abs(content[:, :, positions]) + 1e-6
+            changed &= ~(same.all(axis=(0, 1, 3)) & self.packed[which][positions])
         moved = positions[changed]
         if not len(moved):
             return
@@ -283,17 +289,26 @@ class Model:
         ends = sink + ((moved - sink) // self.config.group_size + 1) * self.config.group_size
         due = ends <= begin - self.config.residual_length
         assert (due | self.returned[moved]).all(), f"the residual before {begin} is quantised"
-        error = np.abs(held[:, :, changed] - content[:, :, moved])
-        size = np.abs(tokens[:, :, moved])
+        basis, _ = self._basis(which)
+        error = np.abs((held[:, :, changed] - content[:, :, moved]) @ basis)
+        size = np.abs(tokens[:, :, moved]) @ np.abs(basis)
         limit = self._half_steps(which)[:, :, moved] * 1.05 + self.eps * size + 1e-6
         assert (error <= limit).all(), f"off by {(error - limit).max()} more than half a step"
         content[:, :, moved] = held[:, :, changed]
         self.packed[which][moved[due]] = True
 
+    def _basis(self, which: int) -> tuple[np.ndarray, np.ndarray]:
+        _, heads, _, dim = self.tokens[which].shape
+        return basis_of(self.config, which, heads, dim, self.balance)
+
     def _half_steps(self, which: int) -> np.ndarray:
-        """The widest that a group can have: of its content, of its tokens, or before a trim."""
-        both = [x[which][:, :, : self.offset] for x in (self.content, self.tokens)]
-        steps = [half_step(self.config, which, x, self.config.sink) for x in both]
+        """The widest that a group can have: of its content, of its tokens, or before a trim.
+
+        In the basis of the store, as `bound` is.
+        """
+        basis, levels = self._basis(which)
+        both = [x[which][:, :, : self.offset] @ basis for x in (self.content, self.tokens)]
+        steps = [half_step(self.config, which, x, self.config.sink, levels) for x in both]
         return np.maximum(np.maximum(*steps), self.bound[which][:, :, : self.offset])
 
     def trimmed(self, n: int) -> None:
@@ -321,7 +336,7 @@ class Model:
 
 def follow(cache: QuantizedStreamingCache, stream: Stream, chunks: list[int]) -> Model:
     """Drive a cache and compare every call with the model of it."""
-    model = Model(cache.config, stream)
+    model = Model(cache.config, stream, cache.balance)
     for length in chunks:
         model.append(cache, length)
     return model

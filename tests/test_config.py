@@ -28,6 +28,7 @@ BAD = [
     *[("dtype", v, ", ".join(DTYPES)) for v in ("int8", "fp16", 16, mx.float16)],
     *[("protect_first", v, "at least 0") for v in (-1, None, 0.5, True)],
     *[("protect_last", v, "at least 0") for v in (-1, None, 0.5, True)],
+    *[("balanced", v, "True or False") for v in (0, 1, None, "yes")],
     *[("layers", v, "whole numbers, or None") for v in (3, "12", (0.5,), (None,))],
 ]
 
@@ -75,7 +76,7 @@ def test_a_policy_survives_its_dictionary_and_is_hashable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "k_bits", "dtype"),
+    ("name", "v_bits", "dtype"),
     [
         ("none", None, None),
         ("fp16", None, "float16"),
@@ -84,15 +85,59 @@ def test_a_policy_survives_its_dictionary_and_is_hashable() -> None:
         ("int4", 4, None),
         ("int3", 3, None),
         ("int2", 2, None),
+        ("kivi4", 4, None),
+        ("kivi2", 2, None),
     ],
 )
 def test_presets_hold_what_their_names_say(
-    name: str, k_bits: int | None, dtype: str | None
+    name: str, v_bits: int | None, dtype: str | None
 ) -> None:
     config = KVCacheConfig.from_name(name)
-    assert config.k_bits == k_bits and config.dtype == dtype
-    assert config.quantized is (k_bits is not None)
+    assert config.v_bits == v_bits and config.dtype == dtype
+    # Half of the keys' channels in 4 bits and half in 2 are the best of int2.
+    assert config.k_bits == (3 if name == "int2" else v_bits)
+    assert config.quantized is (v_bits is not None)
     assert config.window is None
+
+
+def test_every_preset_has_a_test_and_its_own_policy() -> None:
+    assert list(PRESETS) == "none fp16 bf16 int8 int4 int3 int2 kivi4 kivi2".split()
+    assert len({KVCacheConfig.from_name(name) for name in PRESETS}) == len(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "values"),
+    [
+        ("none", False, False),
+        ("int8", False, False),
+        ("int4", True, True),
+        ("int3", True, True),
+        ("int2", True, True),
+        ("kivi4", False, False),
+        ("kivi2", False, False),
+    ],
+)
+def test_fewer_than_eight_bits_take_another_basis_but_for_kivis(
+    name: str, keys: bool, values: bool
+) -> None:
+    config = KVCacheConfig.from_name(name)
+    assert (config.moves_keys, config.moves_values) == (keys, values)
+    assert config.balanced is not name.startswith("kivi")
+    plain = config.replace(balanced=False)
+    assert not plain.moves_keys and not plain.moves_values
+    one = KVCacheConfig(k_bits=8, v_bits=6)
+    assert (one.moves_keys, one.moves_values) == (False, True)
+
+
+@pytest.mark.parametrize(("name", "head_dim", "bits"), [("int4", 64, 4.5), ("int3", 64, 3.5),
+    ("int2", 64, 2.9), ("kivi4", 128, 4.5), ("kivi2", 128, 3.0), ("int2", 128, 2.9)])  # fmt: skip
+def test_presets_take_no_more_bits_a_packed_value_than_their_names_promise(
+    name: str, head_dim: int, bits: float
+) -> None:
+    config = KVCacheConfig.from_name(name)
+    group, padded = value_group(head_dim, config.group_size, config.v_bits)
+    values = padded * (config.v_bits + 32 / group) / head_dim
+    assert (config.k_bits + 32 / config.group_size + values) / 2 <= bits
 
 
 def test_fields_given_beside_a_preset_win() -> None:

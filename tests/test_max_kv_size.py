@@ -242,7 +242,7 @@ def test_a_group_size_is_compared_with_every_packed_layer():
     half = make_prompt_cache(model, INT8.replace(group_size=32, layers=(1,)))
     half[0] = make_prompt_cache(model, KVCacheConfig())[0]
     assert refusal(model, half, given_group_size=32) is None
-    safe = make_prompt_cache(model, KVCacheConfig.from_name("int2", protect_first=1))
+    safe = make_prompt_cache(model, KVCacheConfig.from_name("kivi2", protect_first=1))
     assert refusal(model, safe, given_group_size=32) is None
 
 

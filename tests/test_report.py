@@ -6,6 +6,7 @@ import gc
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,8 @@ from mlx_kivi import KVCacheConfig, report
 from mlx_kivi.cache.sizes import Heads
 
 UnconvertedCacheWarning = importlib.import_module("mlx_kivi.patch").UnconvertedCacheWarning
-INT4 = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, window=90)
+# Not balanced: that takes a call of the model besides.
+INT4 = KVCacheConfig(k_bits=4, v_bits=4, group_size=32, window=90, balanced=False)
 HEADS = Heads(count=2, key_dim=3, value_dim=1, dtype=mx.float16)
 WINDOWS = (1, 100, 255, 256, 257, 300, 512, 600)
 # mlx-lm 0.31 is wrong with chunks that are no multiple of 256.
@@ -156,6 +158,28 @@ def test_a_model_is_asked_again_once_it_has_changed(
         change(one)
     assert text(model) == text(fresh) == text(model)
     assert model.calls == 2
+
+
+@pytest.mark.parametrize(("name", "calls"), [("int8", 0), ("kivi4", 0), ("int4", 1)])
+def test_a_model_is_measured_once_if_the_policy_needs_it(
+    name: str, calls: int, tiny_llama: Model
+) -> None:
+    # A width that no other test's model has: nothing of it is kept on the disk yet.
+    model = Counted(replace(tiny_llama.args, intermediate_size=144))
+    for window in (None, 400, None):
+        mlx_kivi.make_prompt_cache(model, KVCacheConfig.from_name(name, window=window))
+    assert model.calls == calls
+
+
+def test_a_model_that_has_another_layer_is_measured_anew(tiny_llama: Model) -> None:
+    model = Counted(tiny_llama.args)
+    for count in (2, 3, 1):
+        while len(model.layers) < count:
+            model.layers.append(model.layers[0])
+        while len(model.layers) > count:
+            model.layers.pop()
+        caches = mlx_kivi.make_prompt_cache(model, KVCacheConfig.from_name("int4"))
+        assert len(caches) == count and all(cache.balance for cache in caches)
 
 
 def test_half_the_precision_takes_half_the_bytes(tiny_llama: Model) -> None:

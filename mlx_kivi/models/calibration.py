@@ -55,7 +55,7 @@ def calibration(model: Any, caches: list[Any]) -> Calibration:
     """
     with _lock:
         found = _measured.get(id(model))
-        if found is None:
+        if found is None or len(found.balances) != len(leaves(caches)):  # layers come and go
             found = _measured[id(model)] = _kept_or_measured(model, caches)
             weakref.finalize(model, _measured.pop, id(model), None)
         return found

@@ -18,8 +18,10 @@ from reference import (
     dense,
     follow,
     hooked,
+    new_cache,
     policies,
     run,
+    seeds,
     splits,
     step,
     stored,
@@ -52,53 +54,59 @@ def test_full_precision_equals_the_masked_reference_for_any_split(
     follow(QuantizedStreamingCache(config, packed_attention=packed), stream, chunks)
 
 
-@given(policies, splits, st.integers(1, 2), st.sampled_from([1, 3]))
+@given(policies, splits, st.integers(1, 2), st.sampled_from([1, 3]), seeds)
 def test_quantised_equals_the_masked_reference_on_its_storage_for_any_split(
-    config: KVCacheConfig, chunks: list[int], heads: int, repeats: int
+    config: KVCacheConfig, chunks: list[int], heads: int, repeats: int, seed: int | None
 ) -> None:
     stream = Stream(sum(chunks), heads, repeats)
     for packed in (True, False):
-        follow(QuantizedStreamingCache(config, packed_attention=packed), stream, chunks)
+        follow(new_cache(config, stream, packed, seed), stream, chunks)
 
 
-@given(policies, st.integers(1, 250), st.lists(st.integers(1, 9), min_size=1, max_size=8))
+@given(policies, st.integers(1, 250), st.lists(st.integers(1, 9), min_size=1, max_size=8), seeds)
 def test_packed_and_plain_attention_give_the_same(
-    config: KVCacheConfig, prompt: int, chunks: list[int]
+    config: KVCacheConfig, prompt: int, chunks: list[int], seed: int | None
 ) -> None:
     """After each call of decoding, token by token: chunks of the plain path see more precision."""
     stream = Stream(prompt + sum(chunks), 2, 2)
     ones = [prompt] + [1] * sum(chunks)
-    packed, plain = (
-        run(QuantizedStreamingCache(config, packed_attention=p), stream, ones)
-        for p in (True, False)
-    )
+    packed, plain = (run(new_cache(config, stream, p, seed), stream, ones) for p in (True, False))
     for a, b in zip(packed, plain, strict=True):
         np.testing.assert_allclose(dense(a), dense(b), rtol=0, atol=1e-5)
 
 
-@given(policies, st.integers(1, 250), st.lists(st.integers(2, 32), min_size=1, max_size=5))
+@given(policies, st.integers(1, 250), st.lists(st.integers(2, 32), min_size=1, max_size=5), seeds)
 def test_short_calls_on_packed_data_see_what_single_steps_see(
-    config: KVCacheConfig, prompt: int, drafts: list[int]
+    config: KVCacheConfig, prompt: int, drafts: list[int], seed: int | None
 ) -> None:
     stream = Stream(prompt + sum(drafts), 1, 2)
-    caches = [QuantizedStreamingCache(config, packed_attention=True) for _ in range(2)]
+    caches = [new_cache(config, stream, seed=seed) for _ in range(2)]
     short = run(caches[0], stream, [prompt, *drafts])
     single = run(caches[1], stream, [prompt] + [1] * sum(drafts))
     a, b = (mx.concatenate(x[1:], axis=2) for x in (short, single))
     np.testing.assert_allclose(dense(a), dense(b), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("k_bits", "v_bits"), [(4, 4), (2, None), (None, 3), (8, 5)])
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits", "seed"),
+    [(4, 4, None), (2, None, 0), (None, 3, None), (8, 5, None), (3, 2, 0)],
+)
 @pytest.mark.parametrize(
     ("k_dim", "v_dim"), [(40, 112), (64, 32), (80, 80), (96, 64), (100, 120), (192, 128)]
 )
 @pytest.mark.parametrize("window", [None, 90])
 def test_head_sizes_of_keys_and_values_are_free(
-    k_dim: int, v_dim: int, k_bits: int | None, v_bits: int | None, window: int | None
+    k_dim: int,
+    v_dim: int,
+    k_bits: int | None,
+    v_bits: int | None,
+    seed: int | None,
+    window: int | None,
 ) -> None:
     stream = Stream(150, 2, 2, k_dim, v_dim)
     for packed in (True, False):
-        cache = cache_of(k_bits=k_bits, v_bits=v_bits, window=window, packed=packed)
+        config = KVCacheConfig(k_bits=k_bits, v_bits=v_bits, group_size=32, window=window)
+        cache = new_cache(config, stream, packed, seed)
         follow(cache, stream, [110, 1, 30, 1, 8])
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from reference import Model, Stream, arrays_in, hooked, some_bits
+from reference import Model, Stream, arrays_in, hooked, new_cache, seeds, some_bits
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 
@@ -32,6 +32,8 @@ class Machine(RuleBasedStateMachine):
     windows = st.none()
     residuals = st.sampled_from([0, 8, 32])
     storage = None
+    balanced = st.just(True)
+    seeds = st.none()
     aside = Bundle("aside")
 
     @initialize(data=st.data(), packed=st.booleans(), sink=st.integers(0, 5))
@@ -45,10 +47,12 @@ class Machine(RuleBasedStateMachine):
             sink=sink,
             window=data.draw(self.windows, "window"),
             dtype=self.storage,
+            balanced=data.draw(self.balanced, "balanced"),
         )
         heads, repeats = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]), "heads")
-        self.cache = QuantizedStreamingCache(config, packed_attention=packed)
-        self.model = Model(config, Stream(LENGTH, heads, repeats))
+        stream = Stream(LENGTH, heads, repeats)
+        self.cache = new_cache(config, stream, packed, data.draw(self.seeds, "balance"))
+        self.model = Model(config, stream, self.cache.balance)
 
     def append(self, length: int) -> None:
         length = min(length, LENGTH - self.model.offset)
@@ -111,16 +115,21 @@ class FullPrecisionInAWindow(Machine):
     windows = st.integers(1, 12) | st.integers(13, 90)
 
 
-class Packed(Machine):
-    bits = st.sampled_from([(8, 8), (4, 4), (2, 2)])
+class AnyBasis(Machine):
+    balanced = st.booleans()
+    seeds = seeds
 
 
-class PackedInAWindow(Machine):
-    bits = st.sampled_from([(8, 8), (4, 4), (2, 2)])
+class Packed(AnyBasis):
+    bits = st.sampled_from([(8, 8), (4, 4), (3, 2)])
+
+
+class PackedInAWindow(AnyBasis):
+    bits = st.sampled_from([(8, 8), (4, 4), (3, 2)])
     windows = st.integers(1, 12) | st.integers(40, 180)
 
 
-class PackedAtOnce(Machine):
+class PackedAtOnce(AnyBasis):
     """Without a residual, groups are packed as soon as they are whole."""
 
     bits = st.sampled_from([(8, 8), (3, 3)])
@@ -128,13 +137,13 @@ class PackedAtOnce(Machine):
     residuals = st.just(0)
 
 
-class AnyBits(Machine):
+class AnyBits(AnyBasis):
     bits = st.tuples(some_bits, some_bits)
     windows = st.none() | st.integers(60, 180)
 
 
-class HalfPrecision(Machine):
-    bits = st.sampled_from([(8, 8), (4, 4), (None, None)])
+class HalfPrecision(AnyBasis):
+    bits = st.sampled_from([(8, 8), (4, 4), (3, 3), (None, None)])
     windows = st.none() | st.integers(60, 180)
     storage = "float16"
 

@@ -29,6 +29,7 @@ def stored_steps(store: GroupStore, x: mx.array, group: int = GROUP) -> np.ndarr
     """The step that each value of x was rounded to, as the store keeps it: as x."""
     scales = dense(store.live_arrays()[1])
     if isinstance(store, KeyStore):
+        scales = scales[:, :, : x.shape[-1]]  # zeros follow
         return scales.repeat(group, axis=-1).swapaxes(-1, -2)
     size, _ = value_group(x.shape[-1], group, store.bits)
     return scales.repeat(size, axis=-1)[..., : x.shape[-1]]

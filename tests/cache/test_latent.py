@@ -17,7 +17,7 @@ from mlx_kivi.models.latent_caches import LatentCache
 pytestmark = pytest.mark.usefixtures("attention_hooked")
 
 RANK, ROPE = 64, 32
-SMALL = {"group_size": 32, "residual_length": 16}
+SMALL = {"group_size": 32, "residual_length": 16, "balanced": False}  # as the factory asks
 POLICIES = {
     "int8": KVCacheConfig(k_bits=8, v_bits=8, **SMALL),
     "int4": KVCacheConfig(k_bits=4, v_bits=4, **SMALL),

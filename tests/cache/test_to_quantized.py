@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Model, Stream, bounds, dense, run, step, stored
+from reference import Model, Stream, bounds, dense, new_cache, run, seeds, step, stored
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 from mlx_kivi.cache.rotation import Rotation
@@ -35,15 +35,23 @@ def packed_after(model: Model, cache: QuantizedStreamingCache, **how: int) -> tu
     st.sampled_from([32, 64]),
     st.lists(st.just(1) | st.integers(2, 90), min_size=1, max_size=5),
     st.lists(st.just(1) | st.integers(2, 90), min_size=1, max_size=8),
+    st.booleans(),
+    seeds,
 )
 def test_the_same_tokens_go_on_packed(
-    config: KVCacheConfig, bits: int, group: int, before: list[int], after: list[int]
+    config: KVCacheConfig,
+    bits: int,
+    group: int,
+    before: list[int],
+    after: list[int],
+    balanced: bool,
+    seed: int | None,
 ) -> None:
     """Whatever the policy's bounds, and however the tokens came before and after."""
-    wide = replace(config, window=config.window and 3 * config.window)
+    wide = replace(config, window=config.window and 3 * config.window, balanced=balanced)
     stream = Stream(sum(before) + sum(after), heads=2, k_dim=32, v_dim=64)
-    cache = QuantizedStreamingCache(wide, packed_attention=True)
-    model = Model(wide, stream)
+    cache = new_cache(wide, stream, seed=seed)
+    model = Model(wide, stream, cache.balance)
     for length in before:
         model.append(cache, length)
     model, other = packed_after(model, cache, group_size=group, bits=bits)

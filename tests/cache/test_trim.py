@@ -9,7 +9,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
-from reference import Model, Stream, dense, follow, hooked, lengths, policies, run, splits
+from reference import (
+    Model,
+    Stream,
+    dense,
+    follow,
+    hooked,
+    lengths,
+    new_cache,
+    policies,
+    run,
+    seeds,
+    splits,
+)
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 
@@ -45,14 +57,21 @@ def assert_equal_outputs(got: list[mx.array], expected: list[mx.array]) -> None:
 # Near the end: as if the tokens had never been there
 
 
-@given(policies, splits, st.integers(1, MARGIN), st.lists(lengths, max_size=4), st.booleans())
+@given(
+    policies, splits, st.integers(1, MARGIN), st.lists(lengths, max_size=4), st.booleans(), seeds
+)
 def test_the_last_32_tokens_leave_no_trace(
-    config: KVCacheConfig, chunks: list[int], n: int, more: list[int], packed: bool
+    config: KVCacheConfig,
+    chunks: list[int],
+    n: int,
+    more: list[int],
+    packed: bool,
+    seed: int | None,
 ) -> None:
     n = min(n, sum(chunks))
     kept, more = sum(chunks) - n, [1, *more, 1]
     stream = Stream(max(sum(chunks), kept + sum(more)), 1, 2)
-    trimmed, fresh = (QuantizedStreamingCache(config, packed_attention=packed) for _ in range(2))
+    trimmed, fresh = (new_cache(config, stream, packed, seed) for _ in range(2))
     run(trimmed, stream, chunks)
     assert trimmed.can_trim(n) and trimmed.trim(n) == n
     stream.redraw(kept)  # what follows is not what was taken back
@@ -121,14 +140,14 @@ def test_drafts_that_are_taken_back_change_nothing(fields: dict[str, Any]) -> No
 # Further back
 
 
-@given(policies, splits, st.integers(0, 600), st.lists(lengths, min_size=1, max_size=4))
+@given(policies, splits, st.integers(0, 600), st.lists(lengths, min_size=1, max_size=4), seeds)
 def test_a_trim_is_right_or_refused(
-    config: KVCacheConfig, chunks: list[int], n: int, more: list[int]
+    config: KVCacheConfig, chunks: list[int], n: int, more: list[int], seed: int | None
 ) -> None:
     """Packed tokens come back as they were packed, and are packed again later."""
     seen = sum(chunks)
     stream = Stream(seen + sum(more) + 1)
-    cache = QuantizedStreamingCache(config, packed_attention=True)
+    cache = new_cache(config, stream, seed=seed)
     model = follow(cache, stream, chunks)
     can, free, clamped = cache.can_trim(min(n, seen)), cache.is_trimmable(), min(n, seen)
     assert free == (config.window is None or seen - config.sink < config.window)
@@ -208,13 +227,18 @@ def test_no_tokens_are_no_trim(n: int) -> None:
     assert cache_of().trim(5) == 0
 
 
-@given(policies, splits, st.lists(st.tuples(lengths, st.integers(1, 40)), min_size=2, max_size=8))
+@given(
+    policies,
+    splits,
+    st.lists(st.tuples(lengths, st.integers(1, 40)), min_size=2, max_size=8),
+    seeds,
+)
 def test_trims_and_appends_in_turns(
-    config: KVCacheConfig, chunks: list[int], turns: list[tuple[int, int]]
+    config: KVCacheConfig, chunks: list[int], turns: list[tuple[int, int]], seed: int | None
 ) -> None:
-    total = sum(chunks) + sum(length for length, _ in turns)
-    cache = QuantizedStreamingCache(config, packed_attention=True)
-    model = Model(config, Stream(total))
+    stream = Stream(sum(chunks) + sum(length for length, _ in turns))
+    cache = new_cache(config, stream, seed=seed)
+    model = Model(config, stream, cache.balance)
     for length in chunks:
         model.append(cache, length)
     for length, n in turns:
@@ -224,14 +248,14 @@ def test_trims_and_appends_in_turns(
         model.append(cache, length)
 
 
-@given(policies, splits, st.integers(1, MARGIN))
+@given(policies, splits, st.integers(1, MARGIN), seeds)
 def test_a_restored_cache_can_be_trimmed_alike(
-    config: KVCacheConfig, chunks: list[int], n: int
+    config: KVCacheConfig, chunks: list[int], n: int, seed: int | None
 ) -> None:
     assume(sum(chunks) >= n)
     kept = sum(chunks) - n
     stream = Stream(sum(chunks) + 40, 1, 2)
-    fresh, saved = (QuantizedStreamingCache(config, packed_attention=True) for _ in range(2))
+    fresh, saved = (new_cache(config, stream, seed=seed) for _ in range(2))
     run(saved, stream, chunks)
     again = type(saved).from_state(saved.state)
     assert again.trim(n) == n

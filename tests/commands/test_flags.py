@@ -28,8 +28,12 @@ def test_without_a_flag_of_ours_there_is_no_policy() -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("--kv-quantize int4", KVCacheConfig.from_name("int4")),
-        ("--kv-quantize none", KVCacheConfig()),
+        *[(f"--kv-quantize {name}", KVCacheConfig.from_name(name)) for name in PRESETS],
+        ("--kv-quantize kivi2", KVCacheConfig(2, 2, group_size=32, balanced=False)),
+        (
+            "--kv-quantize kivi4 --kv-value-bits 2",
+            KVCacheConfig(4, 2, group_size=64, residual_length=64, balanced=False),
+        ),
         ("--kv-key-bits 8", KVCacheConfig(k_bits=8)),
         ("--kv-key-bits 8 --kv-value-bits 2", KVCacheConfig(k_bits=8, v_bits=2)),
         (

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from reference import dense, logits, random_tokens
+from storage import basis_of
 
 from conformance.common import tiny_llama
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
@@ -104,10 +105,17 @@ def test_the_whole_of_a_long_call_is_at_the_old_positions() -> None:
     assert rebased_by(REBASE_AT + 3 * REBASE_BY, REBASE_AT) == 4 * REBASE_BY
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_packed_keys_are_turned_to_half_a_step(bits: int | None) -> None:
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("bits", [None, 4, 3])
+def test_packed_keys_are_turned_to_half_a_step(bits: int | None, balanced: bool) -> None:
     config = KVCacheConfig(
-        k_bits=bits, v_bits=4, group_size=32, residual_length=16, sink=4, window=200
+        k_bits=bits,
+        v_bits=4,
+        group_size=32,
+        residual_length=16,
+        sink=4,
+        window=200,
+        balanced=balanced,
     )
     cache = build(tiny(), config)[0]
     keys = mx.random.normal((1, 2, 300, 32), key=mx.random.key(2))
@@ -125,7 +133,10 @@ def test_packed_keys_are_turned_to_half_a_step(bits: int | None) -> None:
     off = off[:, :, 4:]
     packed = off.shape[2] - (300 - 4 - cache.plan.groups(300) * 32)
     assert off[:, :, packed:].max() < 1e-5
-    assert off[:, :, :packed].max() < (1e-5 if bits is None else np.ptp(turned) / 15 / 2 * 1.1)
+    basis, levels = basis_of(config, 0, 2, 32, cache.balance)
+    steps = np.ptp(turned[:, :, 4:] @ basis, axis=2, keepdims=True) / levels
+    error = np.abs((after[0] - turned)[:, :, 4 : 4 + packed] @ basis)
+    assert (error < (1e-5 if bits is None else steps / 2 * 1.1)).all()
     assert np.abs(turned - before[0]).max() > 1
 
 

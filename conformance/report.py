@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 import mlx_kivi
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import flat
+from mlx_kivi.models import basis_files
 from mlx_kivi.models.architectures import DENSE, INDEXED, LATENT, PACKED, own_caches
 from mlx_kivi.report import size
 
@@ -34,7 +37,11 @@ LEFT_ALONE = {
     "for others holds (`head_dim` + `index_head_dim`) / ratio channels a token, 1,280 B at a ratio "
     "of 1 in 16 bits (512 + 128 channels), where 4 bits would take 360 B; the others do not grow",
 }
-HEADER = "| module | its caches | stored packed | read | a step unpacks | why | left alone |"
+HEADER = (
+    "| module | its caches | stored packed | keys' basis | read | a step unpacks | why "
+    "| left alone |"
+)
+BALANCED, HADAMARD, PLAIN = "balanced", "Hadamard", "as they are"
 # What a step of one token unpacks, beside what is held.
 KEYS_AND_VALUES = "a layer's keys and values"
 POSITIONAL = "a layer's positional part"
@@ -43,11 +50,13 @@ POSITIONAL_OR_ALL = "a layer's positional part; all of it past `index_topk` toke
 
 @dataclass(frozen=True)
 class Row:
-    """One module: kinds of cache it makes and how many, how many of ours."""
+    """One module: kinds of cache it makes and how many, how many of ours, what their keys are
+    packed in."""
 
     name: str
     kinds: Counter[str]
     ours: int
+    basis: str
 
     @property
     def line(self) -> str:
@@ -55,13 +64,23 @@ class Row:
         left = ", ".join(kind for kind in LEFT_ALONE if kind in self.kinds)
         why = DENSE.get(self.name, "")
         how = f"{reads(self.name)} | {unpacks(self.name)} | {why}"
-        return f"| `{self.name}` | {kinds} | {self.stored} | {how} | {left} |"
+        return f"| `{self.name}` | {kinds} | {self.stored} | {self.basis} | {how} | {left} |"
 
     @property
     def stored(self) -> str:
         total = sum(n for kind, n in self.kinds.items() if kind != "ArraysCache")
         stored = "all" if total == self.ours else f"{self.ours} of {total}"
         return stored if self.ours else "none"
+
+
+def bases(caches: list[Any]) -> str:
+    """What the keys of a model's caches are packed in, each kind named once."""
+    found = []
+    for cache in flat(caches):
+        if isinstance(cache, mlx_kivi.QuantizedStreamingCache):
+            moved = HADAMARD if cache.balance is None else BALANCED
+            found.append(moved if cache.config.moves_keys else PLAIN)
+    return ", ".join(basis for basis in (BALANCED, HADAMARD, PLAIN) if basis in found)
 
 
 def reads(name: str) -> str:
@@ -105,12 +124,16 @@ def measure(name: str) -> Row:
     if read != reads(name):
         raise RuntimeError(f"{name}: read {read}, and not {reads(name)}: mend the tables")
     kinds = Counter(type(cache).__name__ for cache in flat(own_caches(model)))
-    return Row(name, kinds, len(ours))
+    return Row(name, kinds, len(ours), bases(caches))
 
 
 def document(rows: list[Row]) -> str:
     """The page. Numbers in its text are counts of its own rows."""
     by_read = Counter(reads(row.name) for row in rows)
+    by_basis = Counter(basis for row in rows for basis in row.basis.split(", "))
+    packed = [row for row in rows if reads(row.name) == "packed"]
+    others = [f"`{row.name}` ({row.basis})" for row in packed if row.basis != BALANCED]
+    taken = len(packed) - len(others)
     keep = [row for row in rows if row.ours]
     whole = [row for row in keep if row.stored == "all"]
     # Bytes a channel that a step takes, as `Part.step_bytes` of mlx_kivi.report counts them.
@@ -121,7 +144,7 @@ def document(rows: list[Row]) -> str:
 Each module of `mlx_lm.models` in mlx-lm {models.MLX_LM}, with a tiny random model, generating
 under {POLICY} (mlx {version("mlx")}, {os.cpu_count()}-core {platform.machine()} CPU build).
 Written by `python -m conformance.report`; the tests in `conformance/architectures` compare every
-module, under five policies, with the stock caches or a dense reference.
+module, under {len(matrix.POLICIES)} policies, with the stock caches or a dense reference.
 
 - {len(rows)} of {len(rows)} generate.
 - {len(whole)} of the {len(keep)} that have caches of keys and values store them packed, in every
@@ -145,8 +168,23 @@ an indexer has to choose. On a CPU, whose products of packed data are slower tha
 so many heads, the latent takes 8 B a channel more, {on_cpu} in all.
 `mlx_kivi.describe(model, caches)` says these bytes for a model, and what is left alone.
 
+## The basis of keys
+
+In fewer than 8 bits, keys are packed in another basis than their own and values are mixed by
+Hadamard's matrix, but for latents. How many modules have which keys, under this policy:
+
+- `{BALANCED}`, {by_basis[BALANCED]}: measured of each layer, in one pass over random tokens that
+  sees the queries of all layers that read the cache. {taken} of the {len(packed)} read packed take
+  it; the others: {", ".join(others) or "none"}.
+- `{HADAMARD}`, {by_basis[HADAMARD]}: mixed by the same matrix as values. These get arrays, so that
+  their queries are not seen.
+- `{PLAIN}`, {by_basis[PLAIN]}: latents, which are keys and values at once and take no basis; and
+  the keys of indexers, which are in 8 bits.
+
+## The table
+
 {HEADER}
-|---|---|---|---|---|---|---|
+|---|---|---|---|---|---|---|---|
 {chr(10).join(row.line for row in rows)}
 
 ## Left alone
@@ -171,16 +209,33 @@ so many heads, the latent takes 8 B a channel more, {on_cpu} in all.
 """
 
 
+def rows_of_the_page() -> dict[str, list[str]]:
+    """Cells of the page's table, as it is written, by the name of the module."""
+    lines = PATH.read_text().splitlines()
+    rows = {}
+    for line in lines[lines.index(HEADER) + 2 :]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name.strip("`")] = cells
+    return rows
+
+
 def main() -> int:
     mx.disable_compile()  # on a CPU, it would run the system's compiler for each fused function
     if missing := sorted(set(models.CONFIGS) - set(models.names())):
         print(f"mlx-lm {models.MLX_LM} lacks {', '.join(missing)}: install a newer one")
         return 1
+    own = basis_files.directory
     try:
-        rows = [measure(name) for name in sorted(models.names(), key=str.lower)]
+        with tempfile.TemporaryDirectory() as place:  # not the user's, for models of no use
+            basis_files.directory = lambda: Path(place)
+            rows = [measure(name) for name in sorted(models.names(), key=str.lower)]
     except RuntimeError as error:
         print(error)
         return 1
+    finally:
+        basis_files.directory = own
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(document(rows))
     print(f"{PATH.relative_to(PATH.parent.parent)}: {len(rows)} modules")

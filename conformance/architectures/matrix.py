@@ -18,6 +18,7 @@ POLICIES = {
     "full precision": KVCacheConfig(sink=4),
     "int8": KVCacheConfig(k_bits=8, v_bits=8, **SMALL),
     "int4": KVCacheConfig(k_bits=4, v_bits=4, **SMALL),
+    "int2": KVCacheConfig(k_bits=3, v_bits=2, **SMALL),
     "sinks + window": KVCacheConfig(sink=4, window=24),
     # About the least window that pays packed for every model here, indexers' 8 bits included.
     "int4 + sinks + window": KVCacheConfig(k_bits=4, v_bits=4, window=100, **SMALL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,8 @@ import numpy as np
 from mlx_lm.models import cache as mlx_caches
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
+from mlx_kivi.cache.basis import hadamard, value_inset
+from mlx_kivi.cache.group_store import KeyStore, ValueStore
 from mlx_kivi.cache.layout import spans
 from mlx_kivi.models.architectures import INDEXED, module_names, own_caches
 from mlx_kivi.models.factory import reads_state
@@ -107,7 +110,7 @@ class DenseReference:
 
         Returns:
             In full precision, relative to the largest of all; and packed, in halves of a
-            quantiser's step.
+            quantiser's step, where it is taken: in the basis of the store.
         """
         before = self.offset - self._rows
         columns = self._visible(before, self._rows)
@@ -118,14 +121,14 @@ class DenseReference:
             given = (self.keys, self.values)[which]
             if not given.size or not given.any():  # an indexer's values, which its model clears
                 continue
-            off = mx.abs(stored - given[:, :, mx.array(columns)])
-            exact = off[:, :, mx.array(np.flatnonzero(~is_packed))]
+            off = stored - given[:, :, mx.array(columns)]
+            exact = mx.abs(off[:, :, mx.array(np.flatnonzero(~is_packed))])
             loose.append(exact.max() / mx.abs(given).max())
             if is_packed.any():
-                bits = (self.twin.config.k_bits, self.twin.config.v_bits)[which]
-                half = half_steps(given[:, :, self.sink :], which, bits, self.packed_after[1])
-                half = half[:, :, mx.array(columns[is_packed] - self.sink)]
-                packed.append((off[:, :, mx.array(np.flatnonzero(is_packed))] / half).max())
+                store = self.twin._stores[which]
+                off = mx.abs(in_basis(store, off[:, :, mx.array(np.flatnonzero(is_packed))]))
+                half = half_steps(store, given[:, :, self.sink :])
+                packed.append((off / half[:, :, mx.array(columns[is_packed] - self.sink)]).max())
         return loose, packed
 
 
@@ -138,24 +141,48 @@ class ChunkedReference(DenseReference):
         pass
 
 
-def half_steps(x: mx.array, which: int, bits: int, group: int) -> mx.array:
-    """Half a step of the quantiser for keys (0) or values (1) x [B, H, T, D], its bound of error.
+def in_basis(store: KeyStore | ValueStore, x: mx.array) -> mx.array:
+    """Keys or values x [B, H, T, D], or differences of them, in the basis that they are packed in:
+    float32."""
+    x = x.astype(mx.float32)
+    if isinstance(store, KeyStore):
+        return store.basis.keys(x)
+    return x @ hadamard(x.shape[1], x.shape[3]) if store.mixed else x
+
+
+def half_steps(store: KeyStore | ValueStore, x: mx.array) -> mx.array:
+    """Half a step of a store's quantiser for x [B, H, T, D], its bound of error in its basis.
 
     Scales and zeros of 8 significant bits widen the range by 2^-7 of the largest value twice.
     """
-    batch, heads, length, dim = x.shape
-    if which == 0:
-        x = x[:, :, : length // group * group]
-        parts, axis = [x.reshape(batch, heads, -1, group, dim)], 3
-    else:
-        parts, axis = [x[..., i : i + group] for i in range(0, dim, group)], 3
-    halves = []
-    for part in parts:
-        width = part.max(axis, keepdims=True) - part.min(axis, keepdims=True)
-        coarse = mx.abs(x).max() / 64
-        half = (width + coarse) * (1 + 2**-7) / (2**bits - 1) / 2
-        halves.append(mx.broadcast_to(half, part.shape))
-    return halves[0].reshape(x.shape) if which == 0 else mx.concatenate(halves, axis=-1)
+    dim, group, is_keys = x.shape[3], store.group_size, isinstance(store, KeyStore)
+    if is_keys:
+        x = x[:, :, : x.shape[2] // group * group]
+        x = x if store.shift is None else x - store.shift
+    x = in_basis(store, x)
+    halves, start = [], 0
+    for channels, bits in store.basis.parts(dim, store.bits) if is_keys else [(dim, store.bits)]:
+        inset = store.basis.inset(bits, group) if is_keys else value_inset(bits, store.mixed)
+        part = x[..., start : start + channels]
+        start += channels
+        coarse = mx.abs(part).max() / 64
+        for low, high, shape in ranges(part, group, is_keys):
+            step = (high - low + coarse) * (1 + 2**-7) / (2**bits - 1 + 2 * inset)
+            halves.append(mx.broadcast_to(step / 2, shape).reshape(*x.shape[:3], -1))
+    return mx.concatenate(halves, axis=-1)
+
+
+def ranges(
+    x: mx.array, group: int, over_time: bool
+) -> Iterator[tuple[mx.array, mx.array, tuple[int, ...]]]:
+    """Least and largest of each group of tokens, or of channels, and the shape of what they span:
+    piece by piece along the head."""
+    axis = 3
+    pieces = [x[..., i : i + group] for i in range(0, x.shape[3], group)]
+    if over_time:
+        pieces = [x.reshape(*x.shape[:2], -1, group, x.shape[3])]
+    for piece in pieces:
+        yield piece.min(axis, keepdims=True), piece.max(axis, keepdims=True), piece.shape
 
 
 def unpacked_groups(cache: QuantizedStreamingCache, which: int, first: int, stop: int) -> mx.array:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import mlx_kivi
+from conformance import report
 from conformance.architectures import matrix, models
 from conformance.architectures.reference import flat, pair_up, reference_caches
 from mlx_kivi.models.architectures import DENSE, INDEXED, LATENT, PACKED
@@ -26,7 +27,7 @@ def reads() -> Iterator[matrix.Reads]:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [(name, policy) for name in models.names() for policy in ("int8", "int4")]
+    [(name, policy) for name in models.names() for policy in ("int8", "int4", "int2")]
     + [(name, "int4 + sinks + window") for name in models.bounded()],
 )
 def test_quantized_equals_dense_attention_on_what_is_stored(name: str, policy: str) -> None:
@@ -60,6 +61,8 @@ def test_attention_reads_packed_data_or_arrays_as_the_table_says(
     model = models.build(name)
     caches = mlx_kivi.make_prompt_cache(model, matrix.POLICIES["int4 + sinks + window"])
     ours = [c for c in flat(caches) if isinstance(c, mlx_kivi.QuantizedStreamingCache)]
+    # Keys are in the basis that the page says.
+    assert report.bases(caches) == (report.rows_of_the_page()[name][2] if ours else "")
     *prompt, token = matrix.parts()[:5]
     for part in prompt:
         matrix.logits(model, part, caches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 import warnings
 from collections import Counter
 from importlib.util import find_spec
@@ -59,27 +60,32 @@ def test_each_module_has_one_place_in_the_table() -> None:
 
 def test_the_page_agrees_with_the_table() -> None:
     """Write it anew with `python -m conformance.report`."""
-    page = report.PATH.read_text()
+    page, rows = report.PATH.read_text(), report.rows_of_the_page()
     assert "python -m conformance.report" in page
-    lines = page.splitlines()
-    first = lines.index(report.HEADER) + 2
-    rows = {}
-    for line in lines[first:]:
-        if not line.startswith("|"):
-            break
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[name.strip("`")] = cells
     assert set(rows) == set(models.CONFIGS)
-    for name, (kinds, stored, read, unpacks, why, left) in rows.items():
+    for name, (kinds, stored, basis, read, unpacks, why, left) in rows.items():
         assert read == report.reads(name), name
         assert unpacks == report.unpacks(name), name
         assert why == DENSE.get(name, ""), name
         assert left == ", ".join(kind for kind in report.LEFT_ALONE if f" {kind}" in kinds), name
-        assert (stored == "none") is (read == "none"), name
-    counts = Counter(read for _, _, read, *_ in rows.values())
+        assert (stored == "none") is (read == "none") is (basis == ""), name
+    counts = Counter(read for _, _, _, read, *_ in rows.values())
     assert f"- {counts['packed']} are read packed:" in page
     assert f"- {counts['packed at decode']} are read packed at decode:" in page
     assert f"- {counts['arrays']} get arrays," in page
+
+
+def test_at_least_95_modules_read_packed_take_the_balanced_basis() -> None:
+    """test_quantized.py measures each row; the page names those that do not."""
+    page, rows = " ".join(report.PATH.read_text().split()), report.rows_of_the_page()
+    packed = {name: basis for name, (_, _, basis, read, *_) in rows.items() if read == "packed"}
+    balanced = [name for name, basis in packed.items() if basis == report.BALANCED]
+    assert len(balanced) >= 95
+    pattern = r"(\d+) of the (\d+) read packed take it; the others: (.*?)\. - "
+    taken, of, others = re.search(pattern, page).groups()
+    assert (int(taken), int(of)) == (len(balanced), len(packed))
+    assert set(re.findall(r"`([^`]+)`", others)) == set(packed) - set(balanced)
+    assert (others == "none") is (len(balanced) == len(packed))
 
 
 @pytest.mark.parametrize(

@@ -214,13 +214,14 @@ def _vocabulary(model: Any) -> int:
     Raises:
         ValueError: if it does not say.
     """
-    for part in (getattr(model, "language_model", None), model):
-        args = getattr(part, "args", None)
-        for settings in (args, getattr(args, "text_config", None)):
+    parts = getattr(model, "language_model", None), model
+    held = [getattr(part, name, None) for part in parts for name in ("args", "config")]
+    for settings in [inner for one in held for inner in (one, getattr(one, "text_config", None))]:
+        for name in ("vocab_size", "num_vocab"):
             if isinstance(settings, dict):
-                size = settings.get("vocab_size")
+                size = settings.get(name)
             else:
-                size = getattr(settings, "vocab_size", None)
+                size = getattr(settings, name, None)
             if isinstance(size, int) and size > 0:
                 return size
     raise ValueError("the model does not say how many token ids it knows")

@@ -21,8 +21,11 @@ from ..config import KVCacheConfig
 
 # How far the lowest and highest level lie inside a group's range, in steps: by bits, in a basis
 # that mixes channels. Chosen by benchmarks/quality.py (docs/quality.md).
-_KEY_INSETS = {2: 0.25, 3: 0.25, 4: 1 / 16}
+_KEY_INSETS = {2: 3 / 8, 3: 0.25, 4: 1 / 16}
 _VALUE_INSETS = {2: 3 / 8, 3: 1 / 8, 4: 1 / 16}
+
+
+FIRST = lambda dim: dim // 2
 
 
 class KeyBasis:
@@ -140,7 +143,8 @@ class BalancedBasis(KeyBasis):
         self._halves = halves
         self._matrix = matrix[None]
         mix = np.eye(dim)
-        for part in np.split(np.arange(dim), 2 if halves else 1):
+        self._first = FIRST(dim) if halves else 0
+        for part in np.split(np.arange(dim), [self._first] if halves else []):
             mix[np.ix_(part, part)] = hadamard_matrix(len(part))
         self._mix = mx.broadcast_to(mx.array(mix.astype(np.float32)), (1, heads, dim, dim))
         undo = (mix.T @ inverse).swapaxes(-1, -2)  # the inverse of matrix @ mix, transposed
@@ -148,7 +152,7 @@ class BalancedBasis(KeyBasis):
         mx.eval(self._mix, self._queries)
 
     def parts(self, dim: int, bits: int) -> list[tuple[int, int]]:
-        return [(dim // 2, 4), (dim // 2, 2)] if self._halves else [(dim, bits)]
+        return [(self._first, 4), (dim - self._first, 2)] if self._halves else [(dim, bits)]
 
     def inset(self, bits: int, group_size: int) -> float:
         return _KEY_INSETS.get(bits, 0.0)

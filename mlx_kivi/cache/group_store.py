@@ -24,6 +24,10 @@ def stored_as(x: mx.array, dtype: mx.Dtype) -> mx.array:
     return x.astype(dtype)
 
 
+# The largest that is packed as it is: sums over a head, in any basis, stay within float32.
+_LARGEST = 2.0**100
+
+
 def scale_dtype(dtype: mx.Dtype, mixed: bool = False) -> mx.Dtype:
     """Type of scales and zeros for data of ``dtype``, its channels mixed or not: 16 bits."""
     # bfloat16 has the range that float32 data may need, and sums of float16 data.
@@ -89,8 +93,10 @@ class GroupStore:
         """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``.
 
         NaN and infinity become 0: one of them would take all that share its scale with it.
+        Packed, numbers beyond ±2^100 become that.
         """
-        self._write(slot, mx.where(mx.isfinite(x), x, 0))
+        x = mx.where(mx.isfinite(x), x, 0)
+        self._write(slot, mx.clip(x, -_LARGEST, _LARGEST) if self.bits else x)
 
     def _write(self, slot: int, x: mx.array) -> None:
         groups = x.shape[2] // self.group_size

@@ -169,8 +169,8 @@ class KeyStore(GroupStore):
     def __init__(self, bits: int | None, group_size: int, basis: KeyBasis = PLAIN) -> None:
         super().__init__(bits, group_size)
         self.basis = basis
-        # Middle of each channel [B, H, 1, D], taken off float32 keys before packing: their
-        # 16-bit zeros would be too coarse for a channel with a large bias.
+        # Middle of each channel [B, H, 1, D] float32, taken off keys before packing where their
+        # 16-bit zeros would be too coarse for a channel with a large bias (`has_shift`).
         self.shift: mx.array | None = None
 
     def emptied(self) -> KeyStore:
@@ -178,8 +178,13 @@ class KeyStore(GroupStore):
         new.shift = None
         return new
 
+    def has_shift(self, dtype: mx.Dtype) -> bool:
+        """Whether a middle is taken off keys of this type, once there are any."""
+        return self.bits is not None and (dtype == mx.float32 or self.basis.mixed)
+
     def _write(self, slot: int, x: mx.array) -> None:
-        if self.bits and self.dtype == mx.float32:
+        if self.has_shift(self.dtype):
+            x = x.astype(mx.float32)
             if self.shift is None:
                 # Of the first group alone: it must not depend on how many came at once.
                 first = x[:, :, : self.group_size]
@@ -218,7 +223,7 @@ class KeyStore(GroupStore):
 
     def restore(self, arrays: list[mx.array], head_dim: int, dtype: mx.Dtype) -> list[mx.array]:
         rest = super().restore(arrays, head_dim, dtype)
-        if self.bits and dtype == mx.float32:
+        if self.has_shift(dtype):
             self.shift, rest = rest[0], rest[1:]
         return rest
 

@@ -24,6 +24,10 @@ def stored_as(x: mx.array, dtype: mx.Dtype) -> mx.array:
     return x.astype(dtype)
 
 
+# The largest that is packed as it is: sums over a head, in any basis, stay within float32.
+_LARGEST = 2.0**100
+
+
 def scale_dtype(dtype: mx.Dtype, mixed: bool = False) -> mx.Dtype:
     """Type of scales and zeros for data of ``dtype``, its channels mixed or not: 16 bits."""
     # bfloat16 has the range that float32 data may need, and sums of float16 data.
@@ -89,8 +93,10 @@ class GroupStore:
         """Pack tokens x [B, H, n · G, D] into slots ``slot`` … ``slot + n - 1``.
 
         NaN and infinity become 0: one of them would take all that share its scale with it.
+        Packed, numbers beyond ±2^100 become that.
         """
-        self._write(slot, mx.where(mx.isfinite(x), x, 0))
+        x = mx.where(mx.isfinite(x), x, 0)
+        self._write(slot, mx.clip(x, -_LARGEST, _LARGEST) if self.bits else x)
 
     def _write(self, slot: int, x: mx.array) -> None:
         groups = x.shape[2] // self.group_size
@@ -163,8 +169,8 @@ class KeyStore(GroupStore):
     def __init__(self, bits: int | None, group_size: int, basis: KeyBasis = PLAIN) -> None:
         super().__init__(bits, group_size)
         self.basis = basis
-        # Middle of each channel [B, H, 1, D], taken off float32 keys before packing: their
-        # 16-bit zeros would be too coarse for a channel with a large bias.
+        # Middle of each channel [B, H, 1, D] float32, taken off keys before packing where their
+        # 16-bit zeros would be too coarse for a channel with a large bias (`has_shift`).
         self.shift: mx.array | None = None
 
     def emptied(self) -> KeyStore:
@@ -172,8 +178,13 @@ class KeyStore(GroupStore):
         new.shift = None
         return new
 
+    def has_shift(self, dtype: mx.Dtype) -> bool:
+        """Whether a middle is taken off keys of this type, once there are any."""
+        return self.bits is not None and (dtype == mx.float32 or self.basis.mixed)
+
     def _write(self, slot: int, x: mx.array) -> None:
-        if self.bits and self.dtype == mx.float32:
+        if self.has_shift(self.dtype):
+            x = x.astype(mx.float32)
             if self.shift is None:
                 # Of the first group alone: it must not depend on how many came at once.
                 first = x[:, :, : self.group_size]
@@ -212,7 +223,7 @@ class KeyStore(GroupStore):
 
     def restore(self, arrays: list[mx.array], head_dim: int, dtype: mx.Dtype) -> list[mx.array]:
         rest = super().restore(arrays, head_dim, dtype)
-        if self.bits and dtype == mx.float32:
+        if self.has_shift(dtype):
             self.shift, rest = rest[0], rest[1:]
         return rest
 

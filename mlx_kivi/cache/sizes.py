@@ -36,8 +36,8 @@ def stored_bytes(config: KVCacheConfig, plan: Plan, step: int, heads: Heads, tok
     groups = plan.room(plan.groups(tokens))
     if groups:
         total += heads.count * groups * _group_bytes(config, plan.group, heads, full)
-        if config.k_bits and full == mx.float32:
-            total += heads.count * heads.key_dim * full.size
+        if config.k_bits and (full == mx.float32 or config.moves_keys):
+            total += heads.count * heads.key_dim * mx.float32.size
     return total
 
 

@@ -289,7 +289,7 @@ def _shapes(store: GroupStore, slots: int, like: mx.array) -> list[tuple[tuple, 
     twin = store.emptied()
     twin.reserve(slots, like)
     shapes = [(a.shape, a.dtype) for a in twin.live_arrays()]
-    if isinstance(store, KeyStore) and store.bits and like.dtype == mx.float32:
+    if isinstance(store, KeyStore) and store.has_shift(like.dtype):
         shapes.append(((*like.shape[:2], 1, like.shape[3]), mx.float32))
     return shapes
 

@@ -93,21 +93,26 @@ class Balance:
         exact = np.array(self.matrix.astype(mx.float32), dtype=np.float64)
         if not np.isfinite(exact).all() or np.linalg.cond(exact).max() > 1e5:
             raise ValueError("a basis that can't be undone")
-        self._inverse = np.linalg.inv(exact)
         heads = str(matrix.shape).encode()
         data = np.array(self.matrix.view(mx.uint16)).astype("<u2").tobytes()
         self.name = hashlib.sha256(heads + data).hexdigest()[:32]
         _known[self.name] = self
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix, and of what is made of it once a cache packs keys."""
+        heads, dim, _ = self.matrix.shape
+        return self.matrix.nbytes + 4 * (heads + 1) * dim * dim
+
     @cached_property
     def whole(self) -> BalancedBasis:
         """Of keys that have the same bits in every channel."""
-        return BalancedBasis(self.matrix, self._inverse, halves=False)
+        return BalancedBasis(self.matrix, halves=False)
 
     @cached_property
     def halved(self) -> BalancedBasis:
         """Of keys that have more bits in the first half of their channels."""
-        return BalancedBasis(self.matrix, self._inverse, halves=True)
+        return BalancedBasis(self.matrix, halves=True)
 
 
 _known: WeakValueDictionary[str, Balance] = WeakValueDictionary()
@@ -124,7 +129,7 @@ class BalancedBasis(KeyBasis):
 
     mixed = True
 
-    def __init__(self, matrix: mx.array, inverse: np.ndarray, halves: bool) -> None:
+    def __init__(self, matrix: mx.array, halves: bool) -> None:
         heads, dim, _ = matrix.shape
         self._halves = halves
         self._matrix = matrix[None]
@@ -132,7 +137,9 @@ class BalancedBasis(KeyBasis):
         for part in np.split(np.arange(dim), 2 if halves else 1):
             mix[np.ix_(part, part)] = hadamard_matrix(len(part))
         self._mix = mx.broadcast_to(mx.array(mix.astype(np.float32)), (1, heads, dim, dim))
-        undo = (mix.T @ inverse).swapaxes(-1, -2)  # the inverse of matrix @ mix, transposed
+        exact = np.array(matrix.astype(mx.float32), dtype=np.float64)
+        # The inverse of matrix @ mix, transposed.
+        undo = (mix.T @ np.linalg.inv(exact)).swapaxes(-1, -2)
         self._queries = mx.array(np.ascontiguousarray(undo, dtype=np.float32))[None]
         mx.eval(self._mix, self._queries)
 

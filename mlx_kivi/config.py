@@ -167,6 +167,8 @@ class KVCacheConfig:
         if self.quantized:
             k, v = (b or "full" for b in (self.k_bits, self.v_bits))
             bits = f"{k} bits" if k == v else f"keys {k}, values {v} bits"
+            if not self.balanced and min(self.k_bits or 8, self.v_bits or 8) < 8:
+                bits += " as they are"
             parts = [bits, f"group {self.group_size}", f"residual {self.residual_length}"]
         else:
             parts = [self.dtype or "full precision"]

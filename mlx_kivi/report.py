@@ -16,7 +16,8 @@ from .cache.layout import Plan, can_pack, plan_for
 from .cache.sizes import Heads, best_plan, stored_bytes
 from .config import value_group
 from .models.architectures import own_caches
-from .models.factory import ours
+from .models.calibration import Calibration, known
+from .models.factory import NO_HANDLES, ours, why_none
 from .models.latent_caches import LatentCache
 from .quantized_streaming_cache import QuantizedStreamingCache
 
@@ -218,6 +219,7 @@ def describe(model: Any, caches: list[Any], tokens: int = LONG) -> str:
     for policy, count in policies.items():
         lines.append(f"KV cache of {count} of {len(flat)} layers: {policy}")
     lines += unconverted(model, caches, flat=flat, tokens=tokens)
+    lines += _bases(model, flat)
     lines += _regrouped(flat)
     lines += _unpacked(flat)
     lines += _in_a_step(flat, max(tokens, LONG))
@@ -253,6 +255,39 @@ def unconverted(
             + ", ".join(shares)
         )
     return lines
+
+
+def _bases(model: Any, flat: list[Part]) -> list[str]:
+    """Which packed keys are in a basis of the model's own, its bytes, and why others are not."""
+    found = known(model)
+    own, others = [], []
+    for i, part in enumerate(flat):
+        if not part.ours or not part.cache.config.moves_keys or part.plan.residual is None:
+            continue
+        if part.cache.balance is not None:
+            own.append(part.cache.balance)
+        else:
+            others.append(_why_mixed(part.cache, i, found))
+    lines = []
+    if own:
+        shared = sum({balance.name: balance.nbytes for balance in own}.values())
+        lines.append(
+            f"Keys of {len(own)} of {len(flat)} layers are in a basis of the model's own "
+            f"({size(shared)}, once a model)"
+        )
+    for why, count in Counter(others).items():
+        lines.append(f"Keys of {count} of {len(flat)} layers are mixed evenly instead: {why}")
+    return lines
+
+
+def _why_mixed(cache: QuantizedStreamingCache, number: int, found: Calibration | None) -> str:
+    if isinstance(cache, LatentCache):
+        return "they are latents"
+    if not cache.packed_attention:
+        return NO_HANDLES
+    if found is None or found.balances[number] is not None:  # it is from a file, or of no factory
+        return "the cache was made without one"
+    return why_none(found)
 
 
 def _regrouped(flat: list[Part]) -> list[str]:

@@ -55,10 +55,10 @@ def fingerprint(model: Any) -> str:
 
 
 def _settings(model: Any) -> str:
-    args = getattr(model, "args", None)
-    if not is_dataclass(args) or isinstance(args, type):
-        return ""
-    return json.dumps(asdict(args), sort_keys=True, default=str)
+    for args in (getattr(model, "args", None), getattr(model, "config", None)):
+        if is_dataclass(args) and not isinstance(args, type):
+            return json.dumps(asdict(args), sort_keys=True, default=str)
+    return ""
 
 
 def load(name: str, count: int) -> Balances | None:

@@ -32,6 +32,7 @@ from .learned_positions import table_size
 TOKENS = 1024
 _RUN = 32  # tokens whose mean key is taken off: about as many share a scale
 _SKIP = 4  # tokens that stay unpacked as sinks
+_SIZES = ("vocab_size", "num_vocab", "vocabSize")
 _FLOOR = 1e-4  # of eigenvalues, as a part of the largest
 
 MakeCaches = Callable[[], list[Any]]
@@ -273,12 +274,12 @@ def _vocabulary(model: Any) -> int:
         ValueError: if it does not say.
     """
     for part in (getattr(model, "language_model", None), model):
-        args = getattr(part, "args", None)
-        for settings in (args, getattr(args, "text_config", None)):
-            if isinstance(settings, dict):
-                size = settings.get("vocab_size")
-            else:
-                size = getattr(settings, "vocab_size", None)
-            if isinstance(size, int) and size > 0:
-                return size
+        for args in (getattr(part, "args", None), getattr(part, "config", None)):
+            for settings in (args, getattr(args, "text_config", None)):
+                for name in _SIZES:
+                    size = getattr(settings, name, None)
+                    if isinstance(settings, dict):
+                        size = settings.get(name)
+                    if isinstance(size, int) and size > 0:
+                        return size
     raise ValueError("the model does not say how many token ids it knows")

@@ -23,6 +23,7 @@ from .learned_positions import restarting
 from .probe import takes_packed
 from .rotations import rebase_at, rotations
 
+# Why keys are in no basis of the model's own.
 NO_HANDLES = "the model computes on cached keys itself"
 
 
@@ -131,8 +132,14 @@ def calibrate(model: Any) -> Calibrated:
     Raises:
         UnsupportedError: if this mlx or mlx_lm is not one that is supported.
     """
-    if reads_state(model) or not takes_packed(model):
-        return Calibrated(0, len(leaves(own_caches(model))), None, NO_HANDLES, None)
+    own = own_caches(model)
+    why = None
+    if not any(ours(convert_all(own, KVCacheConfig(), packed_attention=True))):
+        why = "no cache of it can be packed"
+    elif reads_state(model) or not takes_packed(model):
+        why = NO_HANDLES
+    if why is not None:
+        return Calibrated(0, len(leaves(own)), None, why, None)
     found = calibrated(model)
     measured = sum(balance is not None for balance in found.balances)
     why = None if measured else why_none(found)
@@ -141,7 +148,7 @@ def calibrate(model: Any) -> Calibrated:
 
 
 def why_none(found: Calibration) -> str:
-    """Why a layer is in no basis of the model's own."""
+    """Why a layer of a model that is read packed has no basis of its own."""
     if found.failed is not None:
         return f"a forward pass over random tokens failed ({found.failed})"
     return "its queries or keys were not seen, or not finite"

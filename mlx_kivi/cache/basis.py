@@ -141,7 +141,8 @@ class BalancedBasis(KeyBasis):
         # The inverse of matrix @ mix, transposed.
         undo = (mix.T @ np.linalg.inv(exact)).swapaxes(-1, -2)
         self._queries = mx.array(np.ascontiguousarray(undo, dtype=np.float32))[None]
-        mx.eval(self._mix, self._queries)
+        # Other threads have other streams, and can compute nothing that waits for this one.
+        mx.eval(self._matrix, self._mix, self._queries)
 
     def parts(self, dim: int, bits: int) -> list[tuple[int, int]]:
         return [(dim // 2, 4), (dim // 2, 2)] if self._halves else [(dim, bits)]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,11 +129,10 @@ def measure(model: Any, make: MakeCaches) -> tuple[Balance | None, ...]:
     for leaf in flat:
         if leaf is not None:
             leaf.cache.reset()
-    balances = []
-    about = "Measuring the model's keys, once"
-    for leaf in tqdm(flat, about, unit=" layers", leave=False, disable=not _at_terminal()):
-        balances.append(None if leaf is None else leaf.balance())
-    return tuple(balances)
+    shown: Iterable[Watched | None] = flat
+    if _at_terminal():  # tqdm starts a thread even for a bar that it does not show
+        shown = tqdm(flat, "Measuring the model's keys, once", unit=" layers", leave=False)
+    return tuple([None if leaf is None else leaf.balance() for leaf in shown])
 
 
 def _at_terminal() -> bool:

@@ -260,8 +260,10 @@ def unconverted(
 def _bases(model: Any, flat: list[Part]) -> list[str]:
     """Which packed keys are in a basis of the model's own, its bytes, and why others are not."""
     found = known(model)
-    own, others = [], []
+    own, others, latent = [], [], 0
     for i, part in enumerate(flat):
+        if isinstance(part.cache, LatentCache) and part.plan.residual is not None:
+            latent += (part.cache.config.k_bits or 8) < 8
         if not part.ours or not part.cache.config.moves_keys or part.plan.residual is None:
             continue
         if part.cache.balance is not None:
@@ -275,14 +277,14 @@ def _bases(model: Any, flat: list[Part]) -> list[str]:
             f"Keys of {len(own)} of {len(flat)} layers are in a basis of the model's own "
             f"({size(shared)}, once a model)"
         )
+    if latent:
+        lines.append(f"Keys of {latent} of {len(flat)} layers are as they are: they are latents")
     for why, count in Counter(others).items():
         lines.append(f"Keys of {count} of {len(flat)} layers are mixed evenly instead: {why}")
     return lines
 
 
 def _why_mixed(cache: QuantizedStreamingCache, number: int, found: Calibration | None) -> str:
-    if isinstance(cache, LatentCache):
-        return "they are latents"
     if not cache.packed_attention:
         return NO_HANDLES
     if found is None or found.balances[number] is not None:  # it is from a file, or of no factory

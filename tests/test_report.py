@@ -338,7 +338,9 @@ def test_why_keys_are_in_no_basis_of_the_models_own(monkeypatch: pytest.MonkeyPa
         return bases(model, caches or mlx_kivi.make_prompt_cache(model, int4))
 
     assert said(models.build("gemma2")) == [line + "the model computes on cached keys itself"]
-    assert said(models.build("deepseek_v3")) == [line + "they are latents"]
+    assert said(models.build("deepseek_v3")) == [
+        "Keys of 2 of 2 layers are as they are: they are latents"
+    ]
     model = tiny_llama()
     by_hand = [mlx_kivi.QuantizedStreamingCache(int4, packed_attention=True) for _ in range(2)]
     assert said(model, by_hand) == [line + "the cache was made without one"]

@@ -2,7 +2,7 @@
 
 from . import tinygpt  # noqa: F401 - makes its model type known to mlx_lm.load
 from .config import KVCacheConfig
-from .models.factory import make_prompt_cache
+from .models.factory import calibrate, make_prompt_cache
 from .patch import patch, patched, unpatch
 from .quantized_streaming_cache import QuantizedStreamingCache
 from .report import describe
@@ -13,6 +13,7 @@ __version__ = "0.2.0"
 __all__ = [
     "KVCacheConfig",
     "QuantizedStreamingCache",
+    "calibrate",
     "describe",
     "load_prompt_cache",
     "make_prompt_cache",

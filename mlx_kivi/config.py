@@ -20,8 +20,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"k_bits": 8, "v_bits": 8, "group_size": 64},
     "int4": {"k_bits": 4, "v_bits": 4, "group_size": 64, "residual_length": 64},
-    "int3": {"k_bits": 3, "v_bits": 3, "group_size": 128},
-    "int2": {"k_bits": 3, "v_bits": 2, "group_size": 128},
+    "int3": {"k_bits": 3, "v_bits": 3, "group_size": 128, "residual_length": 64},
+    "int2": {"k_bits": 3, "v_bits": 2, "group_size": 128, "residual_length": 64},
     # The layout of the KIVI paper, to compare with.
     "kivi4": {
         "k_bits": 4,
@@ -61,7 +61,7 @@ class KVCacheConfig:
         protect_last: The same from the last back.
         balanced: Whether keys and values in fewer than 8 bits are packed in a basis in which
             rounding costs least (docs/quality.md); if not, channel by channel, as in KIVI. Keys
-            in 3 bits then have 4 in one half of their channels and 2 in the other.
+            in 3 bits then have 4 in the channels that matter most and 2 in the others.
 
     Raises:
         ValueError: names the field, its value and what it may be.
@@ -167,6 +167,8 @@ class KVCacheConfig:
         if self.quantized:
             k, v = (b or "full" for b in (self.k_bits, self.v_bits))
             bits = f"{k} bits" if k == v else f"keys {k}, values {v} bits"
+            if not self.balanced and min(self.k_bits or 8, self.v_bits or 8) < 8:
+                bits += " as they are"
             parts = [bits, f"group {self.group_size}", f"residual {self.residual_length}"]
         else:
             parts = [self.dtype or "full precision"]

@@ -186,14 +186,19 @@ def _caches(
         _check_file(args, model, draft, caches)
         return caches
     try:
-        prompt_file.check(caches, _built(args, config, model, draft))
+        prompt_file.check(caches, _built(args, config, model, draft, balanced=False))
     except ValueError as error:
         raise cli.CommandError(in_flags(str(error)), 2) from None
     return caches
 
 
-def _built(args: argparse.Namespace, config: KVCacheConfig, model: Any, draft: Any) -> list[Any]:
-    """The policy's caches for the model, and those for its draft after them."""
+def _built(
+    args: argparse.Namespace, config: KVCacheConfig, model: Any, draft: Any, balanced: bool = True
+) -> list[Any]:
+    """The policy's caches for the model, and those for its draft after them.
+
+    ``balanced`` is that of `build`: off for caches that are only compared with.
+    """
     caches = []
     for each in [model] if draft is None else [model, draft]:
         table, size = learned_positions.table_size(each), args.max_kv_size
@@ -204,7 +209,7 @@ def _built(args: argparse.Namespace, config: KVCacheConfig, model: Any, draft: A
                 2,
             )
         try:
-            caches += build(each, config)
+            caches += build(each, config, balanced=balanced)
         except ValueError as error:
             raise cli.CommandError(in_flags(str(error)), 2) from None
     return caches

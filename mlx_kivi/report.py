@@ -16,7 +16,8 @@ from .cache.layout import Plan, can_pack, plan_for
 from .cache.sizes import Heads, best_plan, stored_bytes
 from .config import value_group
 from .models.architectures import own_caches
-from .models.factory import ours
+from .models.calibration import Calibration, known
+from .models.factory import NO_HANDLES, ours, why_none
 from .models.latent_caches import LatentCache
 from .quantized_streaming_cache import QuantizedStreamingCache
 
@@ -63,14 +64,19 @@ class Part:
         """Bytes of the cache in use after ``tokens`` tokens."""
         if not self.ours or self.heads is None:
             return self.full_bytes(tokens)
-        return stored_bytes(self.cache.config, self.plan, self.cache.step, self.heads, tokens)
+        cache, balanced = self.cache, self._balanced
+        return stored_bytes(cache.config, self.plan, cache.step, self.heads, tokens, balanced)
 
     @property
     def plan(self) -> Plan:
         """The sizes of a cache of ours: an empty one has yet to find whether packing pays."""
         if self.heads is None or not self.cache.empty():
             return self.cache.plan
-        return best_plan(self.cache.config, self.heads)
+        return best_plan(self.cache.config, self.heads, self._balanced)
+
+    @property
+    def _balanced(self) -> bool:
+        return self.cache.balance is not None
 
     def step_bytes(self, tokens: int) -> int:
         """Bytes that a step at ``tokens`` tokens takes beside what is held, 0 if it unpacks none.
@@ -110,7 +116,8 @@ class Part:
         config = self.cache.config
         if self.heads is None:
             return 0
-        return stored_bytes(config, plan_for(config, packed=True), 1, self.heads, LONG)
+        plan = plan_for(config, packed=True)
+        return stored_bytes(config, plan, 1, self.heads, LONG, self._balanced)
 
 
 def _slots(own: Any, tokens: int) -> int:
@@ -218,6 +225,7 @@ def describe(model: Any, caches: list[Any], tokens: int = LONG) -> str:
     for policy, count in policies.items():
         lines.append(f"KV cache of {count} of {len(flat)} layers: {policy}")
     lines += unconverted(model, caches, flat=flat, tokens=tokens)
+    lines += _bases(model, flat)
     lines += _regrouped(flat)
     lines += _unpacked(flat)
     lines += _in_a_step(flat, max(tokens, LONG))
@@ -253,6 +261,41 @@ def unconverted(
             + ", ".join(shares)
         )
     return lines
+
+
+def _bases(model: Any, flat: list[Part]) -> list[str]:
+    """Which packed keys are in a basis of the model's own, its bytes, and why others are not."""
+    found = known(model)
+    own, others, latent = [], [], 0
+    for i, part in enumerate(flat):
+        if isinstance(part.cache, LatentCache) and part.plan.residual is not None:
+            latent += (part.cache.config.k_bits or 8) < 8
+        if not part.ours or not part.cache.config.moves_keys or part.plan.residual is None:
+            continue
+        if part.cache.balance is not None:
+            own.append(part.cache.balance)
+        else:
+            others.append(_why_mixed(part.cache, i, found))
+    lines = []
+    if own:
+        shared = sum({balance.name: balance.nbytes for balance in own}.values())
+        lines.append(
+            f"Keys of {len(own)} of {len(flat)} layers are in a basis of the model's own "
+            f"({size(shared)}, once a model)"
+        )
+    if latent:
+        lines.append(f"Keys of {latent} of {len(flat)} layers are as they are: they are latents")
+    for why, count in Counter(others).items():
+        lines.append(f"Keys of {count} of {len(flat)} layers are mixed evenly instead: {why}")
+    return lines
+
+
+def _why_mixed(cache: QuantizedStreamingCache, number: int, found: Calibration | None) -> str:
+    if not cache.packed_attention:
+        return NO_HANDLES
+    if found is None or found.balances[number] is not None:  # it is from a file, or of no factory
+        return "the cache was made without one"
+    return why_none(found)
 
 
 def _regrouped(flat: list[Part]) -> list[str]:

@@ -17,7 +17,14 @@ import mlx_kivi
 PACKAGE = Path(mlx_kivi.__file__).parent
 # From the top down. A module imports those below it, and those beside it that don't import it.
 FLOORS = (
-    ("__init__.py", "__main__.py", "generate.py", "sample.py", "convert_tinygpt.py"),
+    (
+        "__init__.py",
+        "__main__.py",
+        "calibrate.py",
+        "generate.py",
+        "sample.py",
+        "convert_tinygpt.py",
+    ),
     ("patch.py", "commands/"),
     ("report.py", "tinygpt/"),
     ("upstream/",),

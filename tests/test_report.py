@@ -319,3 +319,70 @@ def test_nothing_is_said_where_a_step_unpacks_nothing() -> None:
             assert part.step_bytes(report.LONG) == part.heads.count * tokens * (32 + 32) * 12
         assert ("A step unpacks 2 of 2 layers" in mlx_kivi.describe(model, caches)) is (tokens > 0)
     assert "A step unpacks" not in text(tiny_llama())
+
+
+# The basis that keys are in
+
+
+def bases(model: nn.Module, caches: list[Any]) -> list[str]:
+    return [line for line in mlx_kivi.describe(model, caches).splitlines() if "Keys of" in line]
+
+
+def test_a_basis_of_the_models_own_is_said_with_its_bytes(tmp_path: Any) -> None:
+    """In bfloat16, and what is made of it in float32: heads and one matrix that mixes."""
+    model, config = tiny_llama(), KVCacheConfig.from_name("int4")
+    caches = mlx_kivi.make_prompt_cache(model, config)
+    held = 2 * (2 * 32 * 32 * (2 + 4) + 32 * 32 * 4)
+    line = "Keys of 2 of 2 layers are in a basis of the model's own "
+    expected = [line + f"({report.size(held)}, once a model)"]
+    assert bases(model, caches) == expected
+    mx.eval(model(mx.zeros((1, 200), mx.int32), cache=caches))
+    mlx_kivi.save_prompt_cache(str(tmp_path / "file"), caches)
+    loaded = mlx_kivi.load_prompt_cache(str(tmp_path / "file"))
+    assert bases(model, loaded) == expected
+    some = mlx_kivi.make_prompt_cache(model, config.replace(protect_last=1))
+    assert bases(model, some) == [
+        f"Keys of 1 of 2 layers are in a basis of the model's own ({report.size(held // 2)}, "
+        "once a model)"
+    ]
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "int8", "kivi4", "kivi2"])
+def test_nothing_is_said_where_nothing_is_moved(name: str) -> None:
+    model = tiny_llama()
+    assert bases(model, mlx_kivi.make_prompt_cache(model, KVCacheConfig.from_name(name))) == []
+    small = KVCacheConfig.from_name("int4", window=100)
+    assert bases(model, mlx_kivi.make_prompt_cache(model, small)) == []
+
+
+def test_why_keys_are_in_no_basis_of_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    int4, line = KVCacheConfig.from_name("int4"), "Keys of 2 of 2 layers are mixed evenly instead: "
+
+    def said(model: Any, caches: list[Any] | None = None) -> list[str]:
+        return bases(model, caches or mlx_kivi.make_prompt_cache(model, int4))
+
+    assert said(models.build("gemma2")) == [line + "the model computes on cached keys itself"]
+    assert said(models.build("deepseek_v3")) == [
+        "Keys of 2 of 2 layers are as they are: they are latents"
+    ]
+    model = tiny_llama()
+    by_hand = [mlx_kivi.QuantizedStreamingCache(int4, packed_attention=True) for _ in range(2)]
+    assert said(model, by_hand) == [line + "the cache was made without one"]
+    model.layers[0].input_layernorm.weight = mx.full((64,), mx.nan)
+    why = "its queries or keys were not seen, or not finite"
+    assert said(model) == [line + why]
+    failing = tiny_llama()
+    failing.args.vocab_size = 0
+    assert said(failing)[0].startswith(line + "a forward pass over random tokens failed (the model")
+    assert said(model, mlx_kivi.make_prompt_cache(model, int4)) == [line + why]
+
+
+def test_the_papers_own_layout_is_told_from_ours() -> None:
+    for name, bits in (
+        ("kivi4", "4 bits as they are, "),
+        ("int4", "4 bits, "),
+        ("int8", "8 bits, "),
+    ):
+        assert KVCacheConfig.from_name(name).describe().startswith(bits)
+    assert "as they are" not in KVCacheConfig.from_name("int8", balanced=False).describe()
+    assert "8, values 4 bits as they" in KVCacheConfig(8, 4, balanced=False).describe()

@@ -11,7 +11,7 @@ Values have no queries: they are mixed by Hadamard's matrix, undone once on the 
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -23,9 +23,6 @@ from ..config import KVCacheConfig
 # that mixes channels. Chosen by benchmarks/quality.py (docs/quality.md).
 _KEY_INSETS = {2: 3 / 8, 3: 0.25, 4: 1 / 16}
 _VALUE_INSETS = {2: 3 / 8, 3: 1 / 8, 4: 1 / 16}
-
-
-FIRST = lambda dim: dim // 2
 
 
 class KeyBasis:
@@ -93,11 +90,9 @@ class Balance:
         if matrix.ndim != 3 or matrix.shape[1] != matrix.shape[2] or 0 in matrix.shape:
             raise ValueError(f"a basis of shape {matrix.shape}")
         self.matrix = matrix.astype(mx.bfloat16)
-        exact = np.array(self.matrix.astype(mx.float32), dtype=np.float64)
-        if not np.isfinite(exact).all() or np.linalg.cond(exact).max() > 1e5:
-            raise ValueError("a basis that can't be undone")
-        self._inverse = np.linalg.inv(exact)
+        _check_condition(self.matrix)
         self.name = _name(self.matrix)
+        self._bases: dict[bool, BalancedBasis] = {}
         first = _known.setdefault(self.name, self)
         # The one that goes by the name lives as long as any that is the same.
         self._first = None if first is self else first
@@ -107,15 +102,33 @@ class Balance:
         """The one of this content that a cache or a model holds, else a new one."""
         return known_balance(_name(matrix.astype(mx.bfloat16))) or cls(matrix)
 
-    @cached_property
-    def whole(self) -> BalancedBasis:
-        """Of keys that have the same bits in every channel."""
-        return BalancedBasis(self.matrix, self._inverse, halves=False)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix, and of what is made of it once a cache packs keys."""
+        heads, dim, _ = self.matrix.shape
+        return self.matrix.nbytes + 4 * (heads + 1) * dim * dim
 
-    @cached_property
-    def halved(self) -> BalancedBasis:
-        """Of keys that have more bits in the first half of their channels."""
-        return BalancedBasis(self.matrix, self._inverse, halves=True)
+    def basis(self, ranked: bool) -> BalancedBasis:
+        """For keys that have the same bits in every channel, or more in the first ones."""
+        if ranked not in self._bases:
+            self._bases[ranked] = BalancedBasis(self.matrix, ranked)
+        return self._bases[ranked]
+
+
+def _check_condition(matrix: mx.array) -> None:
+    exact = _float64(matrix)
+    if np.isfinite(exact).all():
+        try:
+            norms = [np.linalg.norm(x, axis=(1, 2)) for x in (exact, np.linalg.inv(exact))]
+        except np.linalg.LinAlgError:
+            norms = []
+        if norms and (norms[0] * norms[1]).max() < 1e5:
+            return
+    raise ValueError("a basis that can't be undone")
+
+
+def _float64(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32), dtype=np.float64)
 
 
 def _name(matrix: mx.array) -> str:
@@ -133,26 +146,23 @@ def known_balance(name: str) -> Balance | None:
 
 
 class BalancedBasis(KeyBasis):
-    """Keys in the basis of a `Balance`; with ``halves``, 3 bits are 4 for the half of the channels
-    that scores depend on most, and 2 for the others."""
+    """Keys in the basis of a `Balance`; channels that have other bits are mixed apart."""
 
     mixed = True
 
-    def __init__(self, matrix: mx.array, inverse: np.ndarray, halves: bool) -> None:
+    def __init__(self, matrix: mx.array, ranked: bool) -> None:
         heads, dim, _ = matrix.shape
-        self._halves = halves
+        self._ranked = ranked
         self._matrix = matrix[None]
-        mix = np.eye(dim)
-        self._first = FIRST(dim) if halves else 0
-        for part in np.split(np.arange(dim), [self._first] if halves else []):
-            mix[np.ix_(part, part)] = hadamard_matrix(len(part))
-        self._mix = mx.broadcast_to(mx.array(mix.astype(np.float32)), (1, heads, dim, dim))
-        undo = (mix.T @ inverse).swapaxes(-1, -2)  # the inverse of matrix @ mix, transposed
+        self._mix = _mixture(heads, dim, ranked)
+        # The inverse of matrix @ mix, transposed.
+        undo = np.linalg.inv(_float64(matrix) @ _float64(self._mix)[0]).swapaxes(-1, -2)
         self._queries = mx.array(np.ascontiguousarray(undo, dtype=np.float32))[None]
-        mx.eval(self._mix, self._queries)
+        # Other threads have other streams, and can compute nothing that waits for this one.
+        mx.eval(self._matrix, self._queries)
 
     def parts(self, dim: int, bits: int) -> list[tuple[int, int]]:
-        return [(self._first, 4), (dim - self._first, 2)] if self._halves else [(dim, bits)]
+        return ranked_parts(dim) if self._ranked else [(dim, bits)]
 
     def inset(self, bits: int, group_size: int) -> float:
         return _KEY_INSETS.get(bits, 0.0)
@@ -167,14 +177,25 @@ class BalancedBasis(KeyBasis):
         return x @ self._queries.swapaxes(-1, -2)
 
 
+def ranked_parts(dim: int) -> list[tuple[int, int]]:
+    """Channels and bits of keys in 3 bits whose channels are ranked: those that scores depend on
+    most have 4. With scales of groups of 128 that is 3.0 bits in all."""
+    first = dim * 3 // 8
+    return [(first, 4), (dim - first, 2)]
+
+
+def ranks(config: KVCacheConfig, dim: int) -> bool:
+    """Whether keys of ``dim`` channels, their balance known, have bits by rank."""
+    return config.moves_keys and config.k_bits == 3 and dim >= 8
+
+
 def key_basis(config: KVCacheConfig, balance: Balance | None) -> KeyBasis:
     """The basis for a policy, of a layer of which ``balance`` is known or not."""
     if not config.moves_keys:
         return PLAIN
     if balance is None:
         return HADAMARD
-    dim = balance.matrix.shape[2]
-    return balance.halved if config.k_bits == 3 and dim % 2 == 0 else balance.whole
+    return balance.basis(ranks(config, balance.matrix.shape[2]))
 
 
 def value_inset(bits: int, mixed: bool) -> float:
@@ -190,6 +211,21 @@ def hadamard(heads: int, dim: int) -> mx.array:
     matrix = mx.broadcast_to(matrix, (1, heads, dim, dim))
     mx.eval(matrix)
     return matrix
+
+
+@lru_cache(maxsize=16)
+def _mixture(heads: int, dim: int, ranked: bool) -> mx.array:
+    """The same, in a block for each part of ranked channels."""
+    if not ranked:
+        return hadamard(heads, dim)
+    matrix, start = np.zeros((dim, dim), np.float32), 0
+    for size, _ in ranked_parts(dim):
+        part = slice(start, start + size)
+        matrix[part, part] = hadamard_matrix(size)
+        start += size
+    whole = mx.broadcast_to(mx.array(matrix), (1, heads, dim, dim))
+    mx.eval(whole)
+    return whole
 
 
 @lru_cache(maxsize=16)

@@ -205,7 +205,7 @@ class Buffers:
     def _allocate(self, keys: mx.array, values: mx.array) -> None:
         self._dtype = keys.dtype
         heads = Heads(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        self.plan = best_plan(self.config, heads)
+        self.plan = best_plan(self.config, heads, self.balance is not None)
         k, v = (
             mx.zeros((*x.shape[:2], 0, x.shape[3]), self._storage_dtype(x)) for x in (keys, values)
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..config import KVCacheConfig, value_group
+from .basis import ranked_parts, ranks
 from .group_store import scale_dtype
 from .layout import Plan, can_pack, plan_for
 
@@ -25,26 +26,38 @@ class Heads:
         return self.count * (self.key_dim + self.value_dim) * self.dtype.size * tokens
 
 
-def stored_bytes(config: KVCacheConfig, plan: Plan, step: int, heads: Heads, tokens: int) -> int:
+def stored_bytes(
+    config: KVCacheConfig,
+    plan: Plan,
+    step: int,
+    heads: Heads,
+    tokens: int,
+    balanced: bool = False,
+) -> int:
     """What `QuantizedStreamingCache.nbytes` is after ``tokens`` tokens.
 
-    step: tokens by which a ring grows.
+    step: tokens by which a ring grows; balanced: whether the layer's `Balance` is known.
     """
     full = getattr(mx, config.dtype) if config.dtype else heads.dtype
     slots = plan.full_room(tokens, step) + (plan.margin if plan.spares(tokens) else 0)
     total = heads.count * (heads.key_dim + heads.value_dim) * full.size * slots
     groups = plan.room(plan.groups(tokens))
     if groups:
-        total += heads.count * groups * _group_bytes(config, plan.group, heads, full)
+        total += heads.count * groups * _group_bytes(config, plan.group, heads, full, balanced)
         if config.k_bits and (full == mx.float32 or config.moves_keys):
             total += heads.count * heads.key_dim * mx.float32.size
     return total
 
 
-def _group_bytes(config: KVCacheConfig, size: int, heads: Heads, full: mx.Dtype) -> int:
+def _group_bytes(
+    config: KVCacheConfig, size: int, heads: Heads, full: mx.Dtype, balanced: bool
+) -> int:
     pair = 2 * scale_dtype(full).size  # the same for mixed channels
     if config.k_bits:
-        keys = heads.key_dim * (size * config.k_bits // 8 + pair)
+        parts = [(heads.key_dim, config.k_bits)]
+        if balanced and ranks(config, heads.key_dim):
+            parts = ranked_parts(heads.key_dim)
+        keys = sum(channels * (size * bits // 8 + pair) for channels, bits in parts)
     else:
         keys = heads.key_dim * size * full.size
     if config.v_bits and heads.value_dim:
@@ -55,7 +68,7 @@ def _group_bytes(config: KVCacheConfig, size: int, heads: Heads, full: mx.Dtype)
     return keys + values
 
 
-def best_plan(config: KVCacheConfig, heads: Heads) -> Plan:
+def best_plan(config: KVCacheConfig, heads: Heads, balanced: bool = False) -> Plan:
     """The plan that takes fewer bytes once the window is full: small windows don't pay packed."""
     plain = plan_for(config, packed=False)
     if not can_pack(config):
@@ -64,5 +77,5 @@ def best_plan(config: KVCacheConfig, heads: Heads) -> Plan:
     if config.window is None:
         return packed
     full = 2 * (config.sink + config.window + packed.ring)
-    sizes = [stored_bytes(config, plan, 1, heads, full) for plan in (plain, packed)]
+    sizes = [stored_bytes(config, plan, 1, heads, full, balanced) for plan in (plain, packed)]
     return packed if sizes[1] < sizes[0] else plain

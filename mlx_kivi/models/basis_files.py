@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from ..cache.basis import Balance
 # Counts up when another basis is made from the same model.
 _VERSION = 1
 _SAMPLE = 8  # values of each array that the fingerprint looks at
+_LEFT = 3600  # seconds after which what a stopped process was writing is swept up
+_UNFINISHED = ".tmp.safetensors"
+
+Balances = tuple[Balance | None, ...]
 
 
 def directory() -> Path:
@@ -42,48 +47,73 @@ def fingerprint(model: Any) -> str:
     for name, array in sorted(dict(tree_flatten(model.parameters())).items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         flat = array.reshape(-1)
-        samples.append(flat[:: max(1, flat.size // _SAMPLE)][:_SAMPLE].astype(mx.float32))
+        # Their bytes: float32 would not tell the words of quantised weights apart.
+        samples.append(flat[:: max(1, flat.size // _SAMPLE)][:_SAMPLE].view(mx.uint8))
     if samples:
         digest.update(np.array(mx.concatenate(samples)).tobytes())
     return digest.hexdigest()[:32]
 
 
 def _settings(model: Any) -> str:
-    args = getattr(model, "args", None)
-    if not is_dataclass(args) or isinstance(args, type):
-        return ""
-    return json.dumps(asdict(args), sort_keys=True, default=str)
+    for args in (getattr(model, "args", None), getattr(model, "config", None)):
+        if is_dataclass(args) and not isinstance(args, type):
+            return json.dumps(asdict(args), sort_keys=True, default=str)
+    return ""
 
 
-def load(name: str, count: int) -> tuple[Balance | None, ...] | None:
+def load(name: str, count: int) -> Balances | None:
     """What is kept under a fingerprint, for ``count`` caches; None if nothing sound is."""
+    return _read(path(name), name, count)
+
+
+def _read(place: Path, name: str, count: int) -> Balances | None:
     try:
-        loaded: Any = mx.load(str(path(name)), return_metadata=True)
+        if not place.is_file():  # to read from a pipe would wait for ever
+            return None
+        loaded: Any = mx.load(str(place), return_metadata=True)
         arrays, metadata = loaded
         names = json.loads(metadata["names"])
+        if metadata["model"] != name or len(names) != count:
+            return None
         found = tuple(None if n is None else Balance(arrays[str(i)]) for i, n in enumerate(names))
     except Exception:  # the file may be anything, or not there
         return None
-    if len(found) != count or [b and b.name for b in found] != names:
-        return None
-    return found
+    return found if [b and b.name for b in found] == names else None
 
 
-def save(name: str, balances: tuple[Balance | None, ...]) -> bool:
-    """Keep them, all or nothing; whether that could be done: a disk may be full or read-only."""
-    place = path(name)
-    beside = place.with_name(f"{name}.{secrets.token_hex(4)}.tmp.safetensors")
+def save(name: str, balances: Balances) -> Path | None:
+    """Keep them, all or nothing: the file, None if there is none: a disk may be full or
+    read-only."""
     arrays = {str(i): b.matrix for i, b in enumerate(balances) if b is not None}
-    names = json.dumps([b and b.name for b in balances])
+    metadata = {"model": name, "names": json.dumps([b and b.name for b in balances])}
+    beside = None
     try:
+        place = path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        mx.save_safetensors(str(beside), arrays, {"names": names})
+        _sweep(place.parent)
+        beside = place.with_name(f"{name}.{secrets.token_hex(4)}{_UNFINISHED}")
+        mx.save_safetensors(str(beside), arrays, metadata)
+        # mlx says nothing of a disk that was full.
+        if _read(beside, name, len(balances)) is None:
+            return None
         os.replace(beside, place)
-        return True
-    except (OSError, RuntimeError):
-        return False
+        return place
+    except Exception:  # whatever a disk makes of it: it is measured again next time
+        return None
     finally:
-        try:
-            beside.unlink(missing_ok=True)
-        except OSError:
-            pass
+        if beside is not None:
+            _remove(beside)
+
+
+def _sweep(place: Path) -> None:
+    """Remove what processes that were stopped left half written."""
+    for left in place.glob(f"*{_UNFINISHED}"):
+        if left.lstat().st_mtime < time.time() - _LEFT:
+            _remove(left)
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError:
+        pass

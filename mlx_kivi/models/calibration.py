@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 from tqdm import tqdm
 
 from .. import hooks
@@ -27,10 +32,13 @@ from .learned_positions import table_size
 TOKENS = 1024
 _RUN = 32  # tokens whose mean key is taken off: about as many share a scale
 _SKIP = 4  # tokens that stay unpacked as sinks
+_SIZES = ("vocab_size", "num_vocab", "vocabSize")
 _FLOOR = 1e-4  # of eigenvalues, as a part of the largest
 # Part of the moments between channels that is not believed: so few tokens say little of them.
 _SHRINK = 0.3
 _FIRST = 16  # ids from here on are drawn: those before are special in most vocabularies
+
+MakeCaches = Callable[[], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -38,72 +46,122 @@ class Calibration:
     """What was measured of a model.
 
     balances: one a cache, members of a `CacheList` singly; None where nothing could be measured;
-    failed: why the pass failed, None if it did not.
+    failed: why the pass failed, None if it did not; file: what holds them, None if none does;
+    seconds: what the pass took, None if they were there already.
     """
 
     balances: tuple[Balance | None, ...]
     failed: str | None = None
+    file: Path | None = None
+    seconds: float | None = None
 
 
 _measured: dict[int, Calibration] = {}  # by id, for as long as a model lives
 _lock = threading.RLock()
 
 
-def calibration(model: Any, caches: list[Any]) -> Calibration:
+def known(model: Any) -> Calibration | None:
+    """What was measured of a model before, in this process or by a file that it read."""
+    return _measured.get(id(model))
+
+
+def calibration(model: Any, count: int, make: MakeCaches) -> Calibration:
     """The model's own, from memory, from the user's cache directory, or measured now.
+
+    It stays what it is for as long as the model lives: weights that are changed later are served
+    less well by it, but as exactly.
 
     Args:
         model: The model.
-        caches: Caches of ours for it, in full precision and empty.
+        count: Its caches, members of a `CacheList` counted singly.
+        make: Makes caches of ours for it, in full precision and empty.
     """
     with _lock:
         found = _measured.get(id(model))
-        if found is None or len(found.balances) != len(leaves(caches)):  # layers come and go
-            found = _measured[id(model)] = _kept_or_measured(model, caches)
+        if found is None:
             weakref.finalize(model, _measured.pop, id(model), None)
+        if found is None or len(found.balances) != count:
+            found = _measured[id(model)] = _kept_or_measured(model, count, make)
         return found
 
 
-def _kept_or_measured(model: Any, caches: list[Any]) -> Calibration:
-    count = len(leaves(caches))
-    name = basis_files.fingerprint(model)
-    kept = basis_files.load(name, count)
-    if kept is not None:
-        return Calibration(kept)
+def _kept_or_measured(model: Any, count: int, make: MakeCaches) -> Calibration:
+    name = _name(model)
+    kept = None if name is None else basis_files.load(name, count)
+    if name is not None and kept is not None:
+        return Calibration(kept, file=basis_files.path(name))
+    start = time.perf_counter()
     try:
-        balances = measure(model, caches)
+        balances = measure(model, make)
     except Exception as error:  # whatever the model makes of it: it can do without
         line = " ".join(str(error).split())[:200] or type(error).__name__
         return Calibration((None,) * count, line)
-    basis_files.save(name, balances)
-    return Calibration(balances)
+    seconds = time.perf_counter() - start
+    file = None if name is None else basis_files.save(name, balances)
+    return Calibration(balances, file=file, seconds=seconds)
 
 
-def measure(model: Any, caches: list[Any]) -> tuple[Balance | None, ...]:
+def _name(model: Any) -> str | None:
+    try:
+        return basis_files.fingerprint(model)
+    except Exception:  # a model of another kind: it is measured, and not kept
+        return None
+
+
+def measure(model: Any, make: MakeCaches) -> tuple[Balance | None, ...]:
     """One forward pass over random token ids, and the basis of each layer that it reaches.
 
     Args:
         model: The model.
-        caches: As for `calibration`; they are used up.
+        make: As for `calibration`.
     """
-    size = _vocabulary(model)
     table = table_size(model)
     count = TOKENS if table is None else min(TOKENS, table)
-    ids = token_ids(size, count)[None]
-    watched = [_watched(cache) for cache in caches]
-    flat = leaves(watched)
+    ids = token_ids(_vocabulary(model), count)[None]
+    watched = [_watched(cache) for cache in make()]
     holder = object()
     hooks.attention.hold(holder)
     try:
-        model(mx.array(ids), cache=watched)
+        with _undisturbed(model):
+            model(mx.array(ids), cache=watched)
     finally:
         hooks.attention.release(holder)
-    quiet = not sys.stderr.isatty()
-    balances = []
-    about = "Measuring the model's keys, once"
-    for leaf in tqdm(flat, about, unit=" layers", leave=False, disable=quiet, file=sys.stderr):
-        balances.append(leaf.balance() if isinstance(leaf, Watched) else None)
-    return tuple(balances)
+    flat = [leaf if isinstance(leaf, Watched) else None for leaf in leaves(watched)]
+    # Nothing is computed yet. What one layer leaves behind must not wait for the last.
+    del watched
+    for leaf in flat:
+        if leaf is not None:
+            leaf.cache.reset()
+    shown: Iterable[Watched | None] = flat
+    if _at_terminal():  # tqdm starts a thread even for a bar that it does not show
+        shown = tqdm(flat, "Measuring the model's keys, once", unit=" layers", leave=False)
+    return tuple([None if leaf is None else leaf.balance() for leaf in shown])
+
+
+def _at_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # none, or closed
+        return False
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """No dropout, and the same random numbers each time; all is put back as it was."""
+    modules = model.modules() if isinstance(model, nn.Module) else []
+    training = [(module, module.training) for module in modules]
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    mx.random.seed(0)
+    if any(was for _, was in training):
+        model.eval()
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)  # the two words of which the state consists
+        for module, was in training:  # parents come before their children
+            if module.training != was:
+                module.train(was)
 
 
 def token_ids(size: int, count: int) -> np.ndarray:
@@ -234,14 +292,13 @@ def _vocabulary(model: Any) -> int:
     Raises:
         ValueError: if it does not say.
     """
-    parts = getattr(model, "language_model", None), model
-    held = [getattr(part, name, None) for part in parts for name in ("args", "config")]
-    for settings in [inner for one in held for inner in (one, getattr(one, "text_config", None))]:
-        for name in ("vocab_size", "num_vocab"):
-            if isinstance(settings, dict):
-                size = settings.get(name)
-            else:
-                size = getattr(settings, name, None)
-            if isinstance(size, int) and size > 0:
-                return size
+    for part in (getattr(model, "language_model", None), model):
+        for args in (getattr(part, "args", None), getattr(part, "config", None)):
+            for settings in (args, getattr(args, "text_config", None)):
+                for name in _SIZES:
+                    size = getattr(settings, name, None)
+                    if isinstance(settings, dict):
+                        size = settings.get(name)
+                    if isinstance(size, int) and size > 0:
+                        return size
     raise ValueError("the model does not say how many token ids it knows")

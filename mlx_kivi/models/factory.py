@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.models import cache as mlx_caches
 
 from .. import hooks
+from ..cache.layout import can_pack
 from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import INDEXED, READ_STATE, module_names, own_caches
@@ -18,6 +22,9 @@ from .latent_caches import latents
 from .learned_positions import restarting
 from .probe import takes_packed
 from .rotations import rebase_at, rotations
+
+# Why keys are in no basis of the model's own.
+NO_HANDLES = "the model computes on cached keys itself"
 
 
 def ours(caches: Sequence[Any]) -> Iterator[QuantizedStreamingCache]:
@@ -54,8 +61,14 @@ def make_prompt_cache(
     )
 
 
-def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> list[Any]:
-    """`make_prompt_cache` without touching mlx_lm."""
+def build(
+    model: Any, config: KVCacheConfig, max_kv_size: int | None = None, *, balanced: bool = True
+) -> list[Any]:
+    """`make_prompt_cache` without touching mlx_lm.
+
+    With ``balanced`` off, keys get no basis of the model's own: for caches to compare with, which
+    are not worth a pass.
+    """
     config = with_max_kv_size(config, max_kv_size)
     if reads_state(model):
         if config.reposition:
@@ -67,7 +80,8 @@ def build(model: Any, config: KVCacheConfig, max_kv_size: int | None = None) -> 
     caches = latents(model, counting(model, caches))
     _give_rotations(model, config, caches)
     caches = restarting(model, config, caches)
-    if packed and any(cache.config.moves_keys for cache in ours(caches)):
+    moved = any(c.config.moves_keys and can_pack(c.config) for c in ours(caches))
+    if balanced and packed and moved:
         for leaf, balance in zip(leaves(caches), calibrated(model).balances, strict=True):
             if isinstance(leaf, QuantizedStreamingCache):
                 leaf.balance = balance
@@ -80,9 +94,64 @@ def calibrated(model: Any) -> Calibration:
     Args:
         model: A model that is read packed.
     """
-    plain = KVCacheConfig(sink=0)
-    caches = convert_all(own_caches(model), plain, packed_attention=True)
-    return calibration(model, counting(model, caches))
+    own = own_caches(model)
+
+    def make() -> list[Any]:
+        plain = KVCacheConfig(sink=0)
+        return counting(model, convert_all(own, plain, packed_attention=True))
+
+    return calibration(model, len(leaves(own)), make)
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What is known of a model's keys.
+
+    measured: layers whose keys get a basis of the model's own when they are packed in fewer than
+    8 bits; layers: of so many, counted by their caches; file: where it is kept, None if it could
+    not be; why: why no layer gets one, None if any does; seconds: what the pass took, None if
+    there was nothing left to do.
+    """
+
+    measured: int
+    layers: int
+    file: Path | None
+    why: str | None
+    seconds: float | None
+
+
+def calibrate(model: Any) -> Calibrated:
+    """Measure a model's keys ahead of time: what the first cache in fewer than 8 bits would do.
+
+    Args:
+        model: As for `make_prompt_cache`.
+
+    Returns:
+        What is known of them now. No error is raised where they can't be measured or kept.
+
+    Raises:
+        UnsupportedError: if this mlx or mlx_lm is not one that is supported.
+    """
+    own = own_caches(model)
+    why = None
+    if not any(ours(convert_all(own, KVCacheConfig(), packed_attention=True))):
+        why = "no cache of it can be packed"
+    elif reads_state(model) or not takes_packed(model):
+        why = NO_HANDLES
+    if why is not None:
+        return Calibrated(0, len(leaves(own)), None, why, None)
+    found = calibrated(model)
+    measured = sum(balance is not None for balance in found.balances)
+    why = None if measured else why_none(found)
+    file = found.file if found.file and os.path.isfile(found.file) else None
+    return Calibrated(measured, len(found.balances), file, why, found.seconds)
+
+
+def why_none(found: Calibration) -> str:
+    """Why a layer of a model that is read packed has no basis of its own."""
+    if found.failed is not None:
+        return f"a forward pass over random tokens failed ({found.failed})"
+    return "its queries or keys were not seen, or not finite"
 
 
 def reads_state(model: Any) -> bool:

@@ -12,6 +12,7 @@ from mlx_lm.models import cache as mlx_caches
 
 from .. import hooks
 from ..cache.latent import LatentHandle
+from ..config import KVCacheConfig
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import INDEXED, LATENT, module_names
 
@@ -24,6 +25,13 @@ class LatentCache(QuantizedStreamingCache):
     """
 
     limit: int | None = None
+
+    def __init__(
+        self, config: KVCacheConfig | None = None, *, packed_attention: bool = False
+    ) -> None:
+        # Latents are keys and values at once, and no layer's queries for them are seen here.
+        as_they_are = (config or KVCacheConfig.from_name("int8")).replace(balanced=False)
+        super().__init__(as_they_are, packed_attention=packed_attention)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """As the base; for one token over packed groups, a `LatentHandle` and an array.
@@ -68,7 +76,6 @@ def _latent(cache: Any, limit: int | None) -> Any:
         return mlx_caches.CacheList(*(_latent(member, limit) for member in cache.caches))
     if type(cache) is not QuantizedStreamingCache:
         return cache
-    # Latents are keys and values at once, of which no layer's queries are seen here: as they are.
-    twin = LatentCache(cache.config.replace(balanced=False))
+    twin = LatentCache(cache.config)
     twin.limit = limit
     return twin

@@ -1,4 +1,4 @@
-"""For `tests` and `conformance`: mlx_lm as it came after each test, and a user's files untouched."""
+"""For `tests` and `conformance`: mlx_lm as it came, and a user's files untouched."""
 
 from collections.abc import Iterator
 

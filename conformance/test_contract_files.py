@@ -26,8 +26,8 @@ from .contract.models import prompt, run, steps
 
 # Nothing packed yet, a chunk in the air, past every window.
 LENGTHS = (10, 100, 333)
-# "halves": of a layer's channels, half have more bits than the others.
-FILES = {**POLICIES, "halves": KVCacheConfig(k_bits=3, v_bits=2, **PACKED)}
+# "ranked": some of a layer's channels have more bits than the others.
+FILES = {**POLICIES, "ranked": KVCacheConfig(k_bits=3, v_bits=2, **PACKED)}
 CASES = [(name, length) for name in FILES for length in LENGTHS]
 
 # What a new process does: another policy is in force there, and must not matter.

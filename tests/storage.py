@@ -25,6 +25,14 @@ def mixing(dim: int) -> np.ndarray:
     return np.kron(np.eye(dim // size), signs / size**0.5)
 
 
+def ranked_mixing(dim: int) -> np.ndarray:
+    """The same for the first three eighths of the channels, and for the others."""
+    first = dim * 3 // 8
+    matrix = np.zeros((dim, dim))
+    matrix[:first, :first], matrix[first:, first:] = mixing(first), mixing(dim - first)
+    return matrix
+
+
 @lru_cache(maxsize=64)
 def random_balance(heads: int, dim: int, seed: int) -> Balance:
     """As uneven as those of real models: of condition 6, its columns the size of a rotation's."""
@@ -47,10 +55,9 @@ def basis_of(
     if which == 1 or balance is None:
         return np.broadcast_to(mixing(dim), (heads, dim, dim)), levels
     mix = mixing(dim)
-    if bits == 3 and dim % 2 == 0:
-        half = dim // 2
-        mix = np.kron(np.eye(2), mixing(half))
-        levels = np.repeat([15.0, 3.0], half)
+    if bits == 3:
+        mix, first = ranked_mixing(dim), dim * 3 // 8
+        levels = np.repeat([15.0, 3.0], [first, dim - first])
     return np.array(balance.matrix.astype(mx.float32)).astype(np.float64) @ mix, levels
 
 

@@ -243,12 +243,16 @@ def _folded(queries: mx.array, scale: float, kv_heads: int) -> mx.array:
     # Query heads that share keys become rows of one product. float32 throughout: scores keep
     # their precision, and the CPU has no fast half-precision kernel.
     batch, _, _, dim = queries.shape
-    return (queries.astype(mx.float32) * _scalar(scale)).reshape(batch, kv_heads, -1, dim)
+    scaled = queries.astype(mx.float32) * _everywhere(scale, queries.shape)
+    return scaled.reshape(batch, kv_heads, -1, dim)
 
 
-@lru_cache(maxsize=16)
-def _scalar(value: float) -> mx.array:
-    return mx.array(value, mx.float32)
+@lru_cache(maxsize=64)
+def _everywhere(value: float, shape: tuple[int, ...]) -> mx.array:
+    """One number in a shape, made once: no broadcast in the graph of a step."""
+    array = mx.broadcast_to(mx.array(value, mx.float32), shape)
+    mx.eval(array)
+    return array
 
 
 def _learned(sinks: mx.array, q: mx.array, repeats: int) -> mx.array:

@@ -222,7 +222,8 @@ class Watched:
         queries = sum(self.queries[1:], self.queries[0])
         mx.eval(self.keys, queries)
         try:
-            return Balance(mx.array(balanced(np.array(queries), np.array(self.keys))))
+            moments = shrunk(np.array(queries)), shrunk(np.array(self.keys))
+            return Balance(mx.array(balanced(*moments)))
         except (ValueError, np.linalg.LinAlgError):
             return None
 
@@ -256,7 +257,7 @@ def balanced(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: if they are not finite, or all zero.
     """
-    sq, sk = _shrunk(queries), _shrunk(keys)
+    sq, sk = queries.astype(np.float64), keys.astype(np.float64)
     root = _power(sq, 0.5)
     values, vectors = _eigen(root @ sk @ root)
     falling = np.flip(values, axis=-1), np.flip(vectors, axis=-1)
@@ -265,7 +266,7 @@ def balanced(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return matrix / np.sqrt((matrix**2).sum(axis=1, keepdims=True).mean(axis=2, keepdims=True))
 
 
-def _shrunk(x: np.ndarray) -> np.ndarray:
+def shrunk(x: np.ndarray) -> np.ndarray:
     """Moments [H, D, D], the part between channels made smaller."""
     x = x.astype(np.float64)
     return (1 - _SHRINK) * x + _SHRINK * x * np.eye(x.shape[1])

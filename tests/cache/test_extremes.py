@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from reference import dense
+from storage import ranked_mixing
 
 from mlx_kivi.cache.basis import HADAMARD, PLAIN, Balance, KeyBasis
 from mlx_kivi.cache.group_store import GroupStore, KeyStore, ValueStore
@@ -18,7 +19,7 @@ WIDTHS = (8, 6, 5, 4, 3, 2)
 HEADS, DIM, GROUP = 2, 64, 64
 ULP = {mx.float32: 2**-23, mx.float16: 2**-10, mx.bfloat16: 2**-7}  # spacing around 1
 SUMS = DIM * 2**-24  # a sum over a head in float32, of the sum of its terms' sizes
-KINDS = ("plain", "hadamard", "random", "balanced", "halved")
+KINDS = ("plain", "hadamard", "random", "balanced", "ranked")
 
 
 def normal(tokens: int, seed: int = 0) -> np.ndarray:
@@ -74,9 +75,9 @@ def basis_of(kind: str, x: np.ndarray) -> tuple[KeyBasis, np.ndarray]:
         made = balanced(*second_moments(x))
     balance = Balance(mx.array(made))
     exact = dense(balance.matrix)
-    if kind == "halved":
-        return balance.halved, exact @ np.kron(np.eye(2), hadamard(DIM // 2))
-    return balance.whole, exact @ hadamard(DIM)
+    if kind == "ranked":
+        return balance.basis(True), exact @ ranked_mixing(DIM)
+    return balance.basis(False), exact @ hadamard(DIM)
 
 
 def half_steps(y: np.ndarray, bits: int, inset: float, scales: mx.Dtype, group: int) -> np.ndarray:
@@ -121,7 +122,7 @@ def packed(case: str, dtype: mx.Dtype, kind: str, bits: int) -> Packed:
 
 
 def bits_of(kind: str) -> tuple[int, ...]:
-    return (3,) if kind == "halved" else WIDTHS
+    return (3,) if kind == "ranked" else WIDTHS
 
 
 every_basis = pytest.mark.parametrize(

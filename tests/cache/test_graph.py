@@ -31,14 +31,17 @@ def primitives(config: KVCacheConfig, dtype: mx.Dtype, seed: int | None) -> int:
     return graph.getvalue().count("shape=rectangle")
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+# Primitives of the same step in version 0.1.0, which packed keys and values as they are.
+BEFORE = {mx.float32: 21, mx.bfloat16: 23}
+
+
+@pytest.mark.parametrize("dtype", list(BEFORE), ids=str)
 @pytest.mark.parametrize("seed", [None, 0], ids=["hadamard", "balanced"])
-@pytest.mark.parametrize(("name", "plain", "more"), [("int4", "kivi4", 3), ("int2", "kivi2", 6)])
+@pytest.mark.parametrize(("name", "more"), [("kivi4", 0), ("kivi2", 0), ("int4", 3), ("int2", 6)])
 def test_a_basis_adds_few_primitives_to_a_step(
-    name: str, plain: str, more: int, seed: int | None, dtype: mx.Dtype
+    name: str, more: int, seed: int | None, dtype: mx.Dtype
 ) -> None:
-    ours, kivi = (primitives(KVCacheConfig.from_name(n), dtype, seed) for n in (name, plain))
-    assert 20 < kivi < ours <= kivi + more
+    assert primitives(KVCacheConfig.from_name(name), dtype, seed) <= BEFORE[dtype] + more
 
 
 def test_eight_bits_take_no_basis_and_no_primitive_more() -> None:

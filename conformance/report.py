@@ -41,7 +41,7 @@ HEADER = (
     "| module | its caches | stored packed | keys' basis | read | a step unpacks | why "
     "| left alone |"
 )
-BALANCED, HADAMARD, PLAIN = "balanced", "Hadamard", "as they are"
+BALANCED, PLAIN = "balanced", "as they are"
 # What a step of one token unpacks, beside what is held.
 KEYS_AND_VALUES = "a layer's keys and values"
 POSITIONAL = "a layer's positional part"
@@ -78,9 +78,9 @@ def bases(caches: list[Any]) -> str:
     found = []
     for cache in flat(caches):
         if isinstance(cache, mlx_kivi.QuantizedStreamingCache):
-            moved = HADAMARD if cache.balance is None else BALANCED
-            found.append(moved if cache.config.moves_keys else PLAIN)
-    return ", ".join(basis for basis in (BALANCED, HADAMARD, PLAIN) if basis in found)
+            moved = cache.config.moves_keys and cache.balance is not None
+            found.append(BALANCED if moved else PLAIN)
+    return ", ".join(basis for basis in (BALANCED, PLAIN) if basis in found)
 
 
 def reads(name: str) -> str:
@@ -170,16 +170,14 @@ so many heads, the latent takes 8 B a channel more, {on_cpu} in all.
 
 ## The basis of keys
 
-In fewer than 8 bits, keys are packed in another basis than their own and values are mixed by
-Hadamard's matrix, but for latents. How many modules have which keys, under this policy:
+In fewer than 8 bits, values are mixed by Hadamard's matrix, but for the parts of latents, and keys
+are packed in another basis than their own where one is known. How many modules have which keys:
 
 - `{BALANCED}`, {by_basis[BALANCED]}: measured of each layer, in one pass over random tokens that
   sees the queries of all layers that read the cache. {taken} of the {len(packed)} read packed take
   it; the others: {", ".join(others) or "none"}.
-- `{HADAMARD}`, {by_basis[HADAMARD]}: mixed by the same matrix as values. These get arrays, so that
-  their queries are not seen.
-- `{PLAIN}`, {by_basis[PLAIN]}: latents, which are keys and values at once and take no basis; and
-  the keys of indexers, which are in 8 bits.
+- `{PLAIN}`, {by_basis[PLAIN]}: keys that models get as arrays, whose queries are not seen; latents,
+  which are keys and values at once; and the keys of indexers, which are in 8 bits.
 
 ## The table
 

@@ -284,9 +284,11 @@ def _bases(model: Any, flat: list[Part]) -> list[str]:
             f"({size(shared)}, once a model)"
         )
     if latent:
-        lines.append(f"Keys of {latent} of {len(flat)} layers are as they are: they are latents")
+        lines.append(
+            f"Keys of {latent} of {len(flat)} layers are packed as they are: they are latents"
+        )
     for why, count in Counter(others).items():
-        lines.append(f"Keys of {count} of {len(flat)} layers are mixed evenly instead: {why}")
+        lines.append(f"Keys of {count} of {len(flat)} layers are packed as they are: {why}")
     return lines
 
 

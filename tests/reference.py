@@ -42,7 +42,7 @@ policies = st.builds(
     window=st.none() | st.integers(1, 30) | st.integers(31, 200),
     balanced=st.booleans(),
 )
-# Of a random `Balance`, see `new_cache`; None takes Hadamard's matrix alone.
+# Of a random `Balance`, see `new_cache`; None leaves keys as they are.
 seeds = st.none() | st.integers(0, 2)
 bounds = st.builds(
     KVCacheConfig,

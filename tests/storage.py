@@ -50,10 +50,11 @@ def basis_of(
     levels of each channel there, [D]."""
     bits = (config.k_bits, config.v_bits)[which] or 8
     levels = np.full(dim, 2.0**bits - 1)
-    if bits == 8 or not config.balanced:
+    if bits == 8 or not config.balanced or (which == 0 and balance is None):
         return np.broadcast_to(np.eye(dim), (heads, dim, dim)), levels
-    if which == 1 or balance is None:
+    if which == 1:
         return np.broadcast_to(mixing(dim), (heads, dim, dim)), levels
+    assert balance is not None
     mix = mixing(dim)
     if bits == 3:
         mix, first = ranked_mixing(dim), dim * 3 // 8

@@ -356,14 +356,14 @@ def test_nothing_is_said_where_nothing_is_moved(name: str) -> None:
 
 
 def test_why_keys_are_in_no_basis_of_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    int4, line = KVCacheConfig.from_name("int4"), "Keys of 2 of 2 layers are mixed evenly instead: "
+    int4, line = KVCacheConfig.from_name("int4"), "Keys of 2 of 2 layers are packed as they are: "
 
     def said(model: Any, caches: list[Any] | None = None) -> list[str]:
         return bases(model, caches or mlx_kivi.make_prompt_cache(model, int4))
 
     assert said(models.build("gemma2")) == [line + "the model computes on cached keys itself"]
     assert said(models.build("deepseek_v3")) == [
-        "Keys of 2 of 2 layers are as they are: they are latents"
+        "Keys of 2 of 2 layers are packed as they are: they are latents"
     ]
     model = tiny_llama()
     by_hand = [mlx_kivi.QuantizedStreamingCache(int4, packed_attention=True) for _ in range(2)]

@@ -54,27 +54,6 @@ class KeyBasis:
 PLAIN = KeyBasis()
 
 
-class HadamardBasis(KeyBasis):
-    """Keys mixed by Hadamard's matrix: needs to know nothing of the model."""
-
-    mixed = True
-
-    def inset(self, bits: int, group_size: int) -> float:
-        return _KEY_INSETS.get(bits, 0.0)
-
-    def keys(self, x: mx.array) -> mx.array:
-        return x.astype(mx.float32) @ hadamard(x.shape[1], x.shape[3])
-
-    def queries(self, x: mx.array) -> mx.array:
-        return x @ hadamard(x.shape[1], x.shape[3])
-
-    def back(self, x: mx.array) -> mx.array:
-        return x @ hadamard(x.shape[1], x.shape[3]).swapaxes(-1, -2)
-
-
-HADAMARD = HadamardBasis()
-
-
 class Balance:
     """What a layer's keys and queries are like: a property of the model, shared by its caches.
 
@@ -191,10 +170,9 @@ def ranks(config: KVCacheConfig, dim: int) -> bool:
 
 def key_basis(config: KVCacheConfig, balance: Balance | None) -> KeyBasis:
     """The basis for a policy, of a layer of which ``balance`` is known or not."""
-    if not config.moves_keys:
+    # Hadamard's matrix alone would spread the turning bias of a few channels over all of them.
+    if not config.moves_keys or balance is None:
         return PLAIN
-    if balance is None:
-        return HADAMARD
     return balance.basis(ranks(config, balance.matrix.shape[2]))
 
 

@@ -44,7 +44,7 @@ def stored_bytes(
     groups = plan.room(plan.groups(tokens))
     if groups:
         total += heads.count * groups * _group_bytes(config, plan.group, heads, full, balanced)
-        if config.k_bits and (full == mx.float32 or config.moves_keys):
+        if config.k_bits and (full == mx.float32 or (balanced and config.moves_keys)):
             total += heads.count * heads.key_dim * mx.float32.size
     return total
 

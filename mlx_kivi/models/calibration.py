@@ -33,7 +33,7 @@ TOKENS = 1024
 _RUN = 32  # tokens whose mean key is taken off: about as many share a scale
 _SKIP = 4  # tokens that stay unpacked as sinks
 _SIZES = ("vocab_size", "num_vocab", "vocabSize")
-_FLOOR = 1e-4  # of eigenvalues, as a part of the largest
+_FLOOR = 1e-5  # of eigenvalues, as a part of the largest
 # Part of the moments between channels that is not believed: so few tokens say little of them.
 _SHRINK = 0.3
 _FIRST = 16  # ids from here on are drawn: those before are special in most vocabularies

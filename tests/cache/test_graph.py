@@ -36,7 +36,7 @@ BEFORE = {mx.float32: 21, mx.bfloat16: 23}
 
 
 @pytest.mark.parametrize("dtype", list(BEFORE), ids=str)
-@pytest.mark.parametrize("seed", [None, 0], ids=["hadamard", "balanced"])
+@pytest.mark.parametrize("seed", [None, 0], ids=["unmeasured", "balanced"])
 @pytest.mark.parametrize(("name", "more"), [("kivi4", 0), ("kivi2", 0), ("int4", 3), ("int2", 6)])
 def test_a_basis_adds_few_primitives_to_a_step(
     name: str, more: int, seed: int | None, dtype: mx.Dtype

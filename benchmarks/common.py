@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from mlx_kivi import KVCacheConfig, make_prompt_cache
+from mlx_kivi import KVCacheConfig, make_prompt_cache, tinygpt
 
 MODEL = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct"
 
@@ -22,12 +22,17 @@ MODEL = Path(__file__).parent.parent / "models" / "SmolLM2-135M-Instruct"
 def arguments(about: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument(
-        "--model", default=str(MODEL), help="Model directory. Default: the one of `make model`"
+        "--model",
+        default=str(MODEL),
+        help="Model directory or .tinygpt file. Default: the one of `make model`",
     )
     return parser
 
 
 def load_model(path: str) -> tuple[Any, Any]:
+    if Path(path).is_file():
+        model, tokenizer, _ = tinygpt.load(path)
+        return model, tokenizer
     if not Path(path).is_dir():
         raise SystemExit(f"--model {path}: no such directory; run `make model` first")
     return load(path)
@@ -45,6 +50,7 @@ def caches(model: Any, name: str) -> list[Any]:
     if kind == "rotating":
         return [RotatingKVCache(max_size=int(rest[0]), keep=4) for _ in range(layers)]
     fields = {"w": "window", "r": "residual_length", "s": "sink", "g": "group_size"}
+    fields |= {"k": "k_bits", "v": "v_bits"}
     overrides = {fields[item[0]]: int(item[1:]) for item in rest}
     return make_prompt_cache(model, KVCacheConfig.from_name(kind, **overrides))
 

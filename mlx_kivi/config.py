@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "int4": {"k_bits": 4, "v_bits": 4, "group_size": 64, "residual_length": 64},
     "int3": {"k_bits": 3, "v_bits": 3, "group_size": 128, "residual_length": 64},
     "int2": {"k_bits": 3, "v_bits": 2, "group_size": 128, "residual_length": 64},
+    "int2s": {"k_bits": 2, "v_bits": 2, "group_size": 128, "residual_length": 64},
     # The layout of the KIVI paper, to compare with.
     "kivi4": {
         "k_bits": 4,
@@ -107,7 +108,7 @@ class KVCacheConfig:
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> KVCacheConfig:
-        """A preset: none, fp16, bf16, int8, int4, int3 or int2, with fields overridden.
+        """A preset by its name (`PRESETS`), with fields overridden.
 
         Raises:
             ValueError: for an unknown name, listing those that exist.

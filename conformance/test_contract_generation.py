@@ -98,7 +98,12 @@ def test_what_is_refused_would_go_wrong(
 ) -> None:
     """Packed, tokens change; bounded, the draft's cache keeps what was not accepted."""
     monkeypatch.setattr(speculation, "TRIM_MARGIN", 1000)
-    with mlx_kivi.patched(POLICIES[name]):
+    policy = POLICIES[name]
+    if (
+        name == "int4"
+    ):  # as coarse as there is: on few bits balanced, so small a model keeps its text
+        policy = policy.replace(k_bits=2, v_bits=2, balanced=False)
+    with mlx_kivi.patched(policy):
         want = greedy(llama, prompt(30), 130)
         served, accepted = speculative(llama, draft, prompt(30), 130, num_draft_tokens=31)
         got, fewer = speculative(llama, draft, prompt(30), 130, num_draft_tokens=40)

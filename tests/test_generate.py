@@ -110,12 +110,12 @@ def test_key_and_value_bits_stand_alone_and_beside_a_name(model_file, run):
     _, out, _ = run("--model", model_file, "-m", 5, "--kv-key-bits", 8, "--kv-value-bits", 4)
     assert "keys 8, values 4 bits" in out
     _, out, _ = run("--model", model_file, "-m", 5, "--kv-quantize", "int2", "--kv-key-bits", 4)
-    assert "keys 4, values 2 bits, group 32" in out
+    assert "keys 4, values 2 bits, group 128" in out
 
 
 def test_group_size_counts_only_when_given(model_file, run):
     _, out, _ = run("--model", model_file, "-m", 5, "--kv-quantize", "int2")
-    assert "group 32" in out
+    assert "group 128" in out
     _, out, _ = run("--model", model_file, "-m", 5, "--kv-quantize", "int2", "--kv-group-size", 64)
     assert "group 64" in out
 

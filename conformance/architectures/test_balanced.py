@@ -103,8 +103,12 @@ def noted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[np.ndarray, 
 
     monkeypatch.setattr(calibration, "balanced", spy)
     plain = KVCacheConfig(sink=0)
-    caches = factory.convert_all(own_caches(model), plain, packed_attention=True)
-    balances = calibration.measure(model, counting(model, caches))
+
+    def make() -> list[Any]:
+        caches = factory.convert_all(own_caches(model), plain, packed_attention=True)
+        return counting(model, caches)
+
+    balances = calibration.measure(model, make)
     assert sum(b is not None for b in balances) == len(found)
     return found
 

@@ -182,7 +182,10 @@ def test_mlx_lms_own_cache_drops_all_hints(run, make_file):
     assert (code, "KV cache" in said) == (0, False)
 
 
-@pytest.mark.parametrize("bits, policy", [(16, "float16"), (32, "full precision"), (2, "2 bits")])
+@pytest.mark.parametrize(
+    "bits, policy",
+    [(16, "float16"), (32, "full precision"), (2, "keys 3, values 2 bits")],
+)
 def test_bits_of_a_header_name_a_storage(run, make_file, bits, policy):
     code, _, said = run("--model", make_file(kviBits=bits), "--max-tokens", 5)
     assert (code, f"layers: {policy}" in said) == (0, True)

@@ -26,7 +26,7 @@ from mlx_kivi.models.learned_positions import table_size
 TEXTS = ["/usr/share/common-licenses/GPL-3", "pydoc"]
 DEFAULT = [
     *("stock-8-g64", "stock-4-g64", "stock-2-g32"),
-    *("int8", "int4", "int3", "int2", "kivi4", "kivi2"),
+    *("int8", "int4", "int3", "int2", "int2s", "kivi4", "kivi2"),
 ]
 
 

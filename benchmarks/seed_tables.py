@@ -29,8 +29,8 @@ SEED = {
     1024: (12.583, 6.697, 3.551),
     2048: (25.166, 13.382, 7.090),
 }
-STORAGE = ("bf16", "int8", "int4", "int4-g128")
-GREEDY = ("bf16", "int8", "int4")
+STORAGE = ("bf16", "int8", "kivi4", "kivi4-g128")
+GREEDY = ("bf16", "int8", "kivi4", "int4")
 
 SHORT = [
     "Once upon a time",

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_kivi import KVCacheConfig, make_prompt_cache
 
 TOKENS, ALONE = 240, 16
-PACKED = 192  # from here on, every preset has packed something
+PACKED = 200  # from here on, every preset has packed something
 
 
 class Biased:

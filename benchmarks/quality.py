@@ -67,7 +67,10 @@ def compare(
     """Figures of log-probabilities [tokens, V]; ``targets`` came after tokens ``followed``."""
     kl = np.array(mx.sum(mx.exp(full) * (full - other), axis=-1))
     flips = mx.mean(mx.argmax(full, axis=-1) != mx.argmax(other, axis=-1)).item()
-    nats = [-mx.take_along_axis(p, targets[:, None], axis=-1).mean().item() for p in (full, other)]
+    nats = [
+        -mx.take_along_axis(p[followed], targets[:, None], axis=-1).mean().item()
+        for p in (full, other)
+    ]
     return {
         "kl": float(kl.mean()),
         "kl_p99": float(np.percentile(kl, 99)),

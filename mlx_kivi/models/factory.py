@@ -15,7 +15,7 @@ from ..cache.layout import can_pack
 from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from .architectures import INDEXED, READ_STATE, module_names, own_caches
-from .calibration import Calibration, calibration, leaves
+from .calibration import Calibration, calibration, known, leaves
 from .chunked import ChunkedCache
 from .counted_keys import counting
 from .latent_caches import latents
@@ -140,11 +140,13 @@ def calibrate(model: Any) -> Calibrated:
         why = NO_HANDLES
     if why is not None:
         return Calibrated(0, len(leaves(own)), None, why, None)
+    before = known(model)
     found = calibrated(model)
     measured = sum(balance is not None for balance in found.balances)
     why = None if measured else why_none(found)
     file = found.file if found.file and os.path.isfile(found.file) else None
-    return Calibrated(measured, len(found.balances), file, why, found.seconds)
+    seconds = None if found is before else found.seconds
+    return Calibrated(measured, len(found.balances), file, why, seconds)
 
 
 def why_none(found: Calibration) -> str:

@@ -83,7 +83,10 @@ def calibration(model: Any, count: int, make: MakeCaches) -> Calibration:
         shapes = _shapes(model)
         found = _measured.get(id(model))
         if found is None:
-            weakref.finalize(model, _measured.pop, id(model), None)
+            try:
+                weakref.finalize(model, _measured.pop, id(model), None)
+            except TypeError:  # an object with slots: nothing says when it is gone
+                return _kept_or_measured(model, count, make)
         # Sharded since, a model has fewer heads in this process.
         if found is None or len(found.balances) != count or found.shapes != shapes:
             found = replace(_kept_or_measured(model, count, make), shapes=shapes)

@@ -179,10 +179,10 @@ are packed in another basis than their own where one is known. How many modules 
 - `{PLAIN}`, {by_basis[PLAIN]}: keys that models get as arrays, whose queries are not seen; latents,
   which are keys and values at once; and the keys of indexers, which are in 8 bits.
 
-Keys and queries are seen as attention gets them, so that what a model does before is right by itself:
-RoPE on a part of a head, norms of queries and keys, trained windows, layers that share their keys.
-Learned sinks are logits of their own and meet no key. Scores that are capped (`gemma2`) are computed
-by the model itself, which gets arrays.
+Keys and queries are seen as attention gets them, so that what a model does before is right by
+itself: RoPE on a part of a head, norms of queries and keys, trained windows, layers that share
+their keys. Learned sinks are logits of their own and meet no key. Scores that are capped (`gemma2`)
+are computed by the model itself, which gets arrays.
 
 ## The table
 

@@ -65,7 +65,7 @@ def told(found: Calibrated) -> str:
     done = "were measured already"
     if found.seconds is not None:
         done = f"measured in {found.seconds:.1f} s"
-    kept = "could not be kept: the user's cache directory can't be written"
+    kept = "kept in no file: the user's cache directory can't be written"
     if found.file is not None:
         kept = f"kept in {found.file} ({size(found.file.stat().st_size)})"
     return f"Keys of {found.measured} of {found.layers} layers {done}, {kept}"

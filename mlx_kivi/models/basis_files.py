@@ -57,7 +57,9 @@ def fingerprint(model: Any) -> str:
 def _settings(model: Any) -> str:
     for args in (getattr(model, "args", None), getattr(model, "config", None)):
         if is_dataclass(args) and not isinstance(args, type):
-            return json.dumps(asdict(args), sort_keys=True, default=str)
+            args = asdict(args)
+        if isinstance(args, dict):
+            return json.dumps(args, sort_keys=True, default=str)
     return ""
 
 
@@ -75,7 +77,7 @@ def _read(place: Path, name: str, count: int) -> Balances | None:
         names = json.loads(metadata["names"])
         if metadata["model"] != name or len(names) != count:
             return None
-        found = tuple(None if n is None else Balance(arrays[str(i)]) for i, n in enumerate(names))
+        found = tuple([n and Balance.shared(arrays[str(i)]) for i, n in enumerate(names)])
     except Exception:  # the file may be anything, or not there
         return None
     return found if [b and b.name for b in found] == names else None

@@ -13,13 +13,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from .. import hooks
@@ -47,13 +48,14 @@ class Calibration:
 
     balances: one a cache, members of a `CacheList` singly; None where nothing could be measured;
     failed: why the pass failed, None if it did not; file: what holds them, None if none does;
-    seconds: what the pass took, None if they were there already.
+    seconds: what the pass took, None if they were there already; shapes: of the parameters then.
     """
 
     balances: tuple[Balance | None, ...]
     failed: str | None = None
     file: Path | None = None
     seconds: float | None = None
+    shapes: int = 0
 
 
 _measured: dict[int, Calibration] = {}  # by id, for as long as a model lives
@@ -68,8 +70,9 @@ def known(model: Any) -> Calibration | None:
 def calibration(model: Any, count: int, make: MakeCaches) -> Calibration:
     """The model's own, from memory, from the user's cache directory, or measured now.
 
-    It stays what it is for as long as the model lives: weights that are changed later are served
-    less well by it, but as exactly.
+    It stays what it is for as long as the model lives and its parameters keep their shapes:
+    weights that are changed later are served less well by it, but as exactly. That of a model
+    which computes in several processes is in no file.
 
     Args:
         model: The model.
@@ -77,16 +80,30 @@ def calibration(model: Any, count: int, make: MakeCaches) -> Calibration:
         make: Makes caches of ours for it, in full precision and empty.
     """
     with _lock:
+        shapes = _shapes(model)
         found = _measured.get(id(model))
         if found is None:
-            weakref.finalize(model, _measured.pop, id(model), None)
-        if found is None or len(found.balances) != count:
-            found = _measured[id(model)] = _kept_or_measured(model, count, make)
+            try:
+                weakref.finalize(model, _measured.pop, id(model), None)
+            except TypeError:  # an object with slots: nothing says when it is gone
+                return _kept_or_measured(model, count, make)
+        # Sharded since, a model has fewer heads in this process.
+        if found is None or len(found.balances) != count or found.shapes != shapes:
+            found = replace(_kept_or_measured(model, count, make), shapes=shapes)
+            _measured[id(model)] = found
         return found
 
 
+def _shapes(model: Any) -> int:
+    if not isinstance(model, nn.Module):
+        return 0
+    flat = dict(tree_flatten(model.parameters()))
+    return hash(tuple((name, x.shape) for name, x in flat.items()))
+
+
 def _kept_or_measured(model: Any, count: int, make: MakeCaches) -> Calibration:
-    name = _name(model)
+    # All processes of one model have to run the pass, or none: a file may be there for one alone.
+    name = None if _spread(model) else _name(model)
     kept = None if name is None else basis_files.load(name, count)
     if name is not None and kept is not None:
         return Calibration(kept, file=basis_files.path(name))
@@ -99,6 +116,15 @@ def _kept_or_measured(model: Any, count: int, make: MakeCaches) -> Calibration:
     seconds = time.perf_counter() - start
     file = None if name is None else basis_files.save(name, balances)
     return Calibration(balances, file=file, seconds=seconds)
+
+
+def _spread(model: Any) -> bool:
+    """Whether the model computes in several processes together."""
+    for module in model.modules() if isinstance(model, nn.Module) else []:
+        groups = [x for x in vars(module).values() if isinstance(x, mx.distributed.Group)]
+        if getattr(module, "pipeline_size", 1) > 1 or any(group.size() > 1 for group in groups):
+            return True
+    return False
 
 
 def _name(model: Any) -> str | None:

@@ -14,8 +14,9 @@ from .. import hooks
 from ..cache.layout import can_pack
 from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
+from . import basis_files
 from .architectures import INDEXED, READ_STATE, module_names, own_caches
-from .calibration import Calibration, calibration, leaves
+from .calibration import Calibration, calibration, known, leaves
 from .chunked import ChunkedCache
 from .counted_keys import counting
 from .latent_caches import latents
@@ -109,8 +110,8 @@ class Calibrated:
 
     measured: layers whose keys get a basis of the model's own when they are packed in fewer than
     8 bits; layers: of so many, counted by their caches; file: where it is kept, None if it could
-    not be; why: why no layer gets one, None if any does; seconds: what the pass took, None if
-    there was nothing left to do.
+    not be, or if the model computes in several processes; why: why no layer gets one, None if any
+    does; seconds: what the pass took, None if there was nothing left to do.
     """
 
     measured: int
@@ -140,11 +141,15 @@ def calibrate(model: Any) -> Calibrated:
         why = NO_HANDLES
     if why is not None:
         return Calibrated(0, len(leaves(own)), None, why, None)
+    before = known(model)
     found = calibrated(model)
     measured = sum(balance is not None for balance in found.balances)
     why = None if measured else why_none(found)
-    file = found.file if found.file and os.path.isfile(found.file) else None
-    return Calibrated(measured, len(found.balances), file, why, found.seconds)
+    file = found.file
+    if file is not None and not os.path.isfile(file):  # deleted since
+        file = basis_files.save(file.stem, found.balances)
+    seconds = None if found is before else found.seconds
+    return Calibrated(measured, len(found.balances), file, why, seconds)
 
 
 def why_none(found: Calibration) -> str:

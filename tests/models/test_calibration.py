@@ -334,3 +334,23 @@ def test_a_model_that_can_not_be_named_is_measured_and_not_kept() -> None:
     found = mlx_kivi.calibrate(Foreign())
     assert (found.measured, found.file, found.why) == (2, None, None)
     assert not basis_files.directory().exists()
+
+
+class Slots:
+    """A model that no weak reference can be made to."""
+
+    __slots__ = ("args", "inner", "layers")
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner, self.args, self.layers = inner, inner.args, inner.layers
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        return self.inner(inputs, cache=cache)
+
+
+def test_a_model_that_can_not_be_remembered_is_measured_each_time(passes: list[Any]) -> None:
+    model = Slots(tiny_llama())
+    held = len(calibration._measured)
+    both = [names(make_prompt_cache(model, INT4)) for _ in range(2)]
+    assert both[0] == both[1] and None not in both[0]
+    assert len(passes) == 2 and len(calibration._measured) == held

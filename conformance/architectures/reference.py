@@ -162,7 +162,7 @@ def half_steps(store: KeyStore | ValueStore, x: mx.array) -> mx.array:
     x = in_basis(store, x)
     halves, start = [], 0
     for channels, bits in store.basis.parts(dim, store.bits) if is_keys else [(dim, store.bits)]:
-        inset = store.basis.inset(bits, group) if is_keys else value_inset(bits, store.mixed)
+        inset = store.basis.inset(bits) if is_keys else value_inset(bits, store.mixed)
         part = x[..., start : start + channels]
         start += channels
         coarse = mx.abs(part).max() / 64

@@ -34,7 +34,7 @@ class KeyBasis:
         """Channels and bits of each part of a head of ``dim`` channels stored in ``bits`` bits."""
         return [(dim, bits)]
 
-    def inset(self, bits: int, group_size: int) -> float:
+    def inset(self, bits: int) -> float:
         """For `quantize`."""
         return 2.0 ** (1 - bits)
 
@@ -143,7 +143,7 @@ class BalancedBasis(KeyBasis):
     def parts(self, dim: int, bits: int) -> list[tuple[int, int]]:
         return ranked_parts(dim) if self._ranked else [(dim, bits)]
 
-    def inset(self, bits: int, group_size: int) -> float:
+    def inset(self, bits: int) -> float:
         return _KEY_INSETS.get(bits, 0.0)
 
     def keys(self, x: mx.array) -> mx.array:

@@ -238,7 +238,7 @@ class KeyStore(GroupStore):
         packed, start = [], 0
         for channels, bits in self.basis.parts(self.head_dim, self.bits):
             part = keys[:, :, start : start + channels]
-            inset = self.basis.inset(bits, self.group_size)
+            inset = self.basis.inset(bits)
             packed.append(quantize(part, bits, self.group_size, dtype, inset))
             start += channels
         words, scales, zeros = zip(*packed, strict=True)

@@ -112,7 +112,7 @@ def packed(case: str, dtype: mx.Dtype, kind: str, bits: int) -> Packed:
     bound, start = [], 0
     for channels, of_part in basis.parts(DIM, bits):
         part = y[:, :, start : start + channels]
-        bound.append(half_steps(part, of_part, basis.inset(of_part, GROUP), scales, GROUP))
+        bound.append(half_steps(part, of_part, basis.inset(of_part), scales, GROUP))
         start += channels
     limit = np.concatenate(bound, axis=2).swapaxes(-1, -2)
     limit = limit + SUMS * ((np.abs(x) + np.abs(shift)) @ np.abs(matrix))
@@ -167,7 +167,7 @@ def test_a_bias_makes_no_step_coarser(case: str, dtype: mx.Dtype, kind: str, bit
     """Mixed into all channels, one of 6e4 would leave zeros of 16 bits nothing to say."""
     held = packed(case, dtype, kind, bits)
     y = (held.x @ held.matrix).reshape(HEADS, -1, GROUP, DIM)
-    ideal = np.ptp(y, axis=2) / (2**bits - 1 + 2 * held.store.basis.inset(bits, GROUP))
+    ideal = np.ptp(y, axis=2) / (2**bits - 1 + 2 * held.store.basis.inset(bits))
     scales = dense(held.store.live_arrays()[1])[0, :, :DIM].swapaxes(-1, -2)
     assert (scales / ideal).mean() <= 1.05
 

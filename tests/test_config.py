@@ -85,6 +85,7 @@ def test_a_policy_survives_its_dictionary_and_is_hashable() -> None:
         ("int4", 4, None),
         ("int3", 3, None),
         ("int2", 2, None),
+        ("int2s", 2, None),
         ("kivi4", 4, None),
         ("kivi2", 2, None),
     ],
@@ -94,14 +95,14 @@ def test_presets_hold_what_their_names_say(
 ) -> None:
     config = KVCacheConfig.from_name(name)
     assert config.v_bits == v_bits and config.dtype == dtype
-    # Half of the keys' channels in 4 bits and half in 2 are the best of int2.
+    # Keys matter more: those of int2 have 3 bits.
     assert config.k_bits == (3 if name == "int2" else v_bits)
     assert config.quantized is (v_bits is not None)
     assert config.window is None
 
 
 def test_every_preset_has_a_test_and_its_own_policy() -> None:
-    assert list(PRESETS) == "none fp16 bf16 int8 int4 int3 int2 kivi4 kivi2".split()
+    assert list(PRESETS) == "none fp16 bf16 int8 int4 int3 int2 int2s kivi4 kivi2".split()
     assert len({KVCacheConfig.from_name(name) for name in PRESETS}) == len(PRESETS)
 
 

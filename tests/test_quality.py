@@ -1,4 +1,4 @@
-"""Presets on the demo model: half the loss of KIVI's layout, at no more bytes."""
+"""Presets on the demo model: much less loss than KIVI's layout, at no more bytes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-residual",
         type=int,
         metavar="N",
-        help="Most recent tokens kept in full precision. Default: 64 below 8 bits "
-        "(kivi2: 32), else 32",
+        help="Most recent tokens kept in full precision. Default: 64 for int4, int3, "
+        "int2, int2s and kivi4, else 32",
     )
     flags.add_argument(
         "--streaming-llm-sink",

@@ -17,7 +17,7 @@ import numpy as np
 
 from . import hooks
 from .cache import counterpart
-from .cache.attention import MAX_PACKED_QUERIES, CacheHandle, CacheView
+from .cache.attention import CacheHandle, CacheView
 from .cache.basis import Balance
 from .cache.layout import UNBOUNDED, Snapshot, snapshot
 from .cache.rewriting import Rewriting
@@ -75,12 +75,7 @@ class QuantizedStreamingCache(Rewriting):
                 re-positions and the model's RoPE or mlx_lm's hooked attention is missing.
         """
         length = self._check(keys, values)
-        cut = 0 if length == 1 else self._cut_for(length)
-        if cut:
-            self._append(keys[:, :, :cut], values[:, :, :cut], cut)
-            keys, values = keys[:, :, cut:], values[:, :, cut:]
-        self._append(keys, values, length - cut)
-        self._cut = cut
+        self._append(keys, values, length)
         if self.rebase_at is not None:
             # The next call counts from less; stored keys are turned when it comes, since some
             # models read this call's keys again.
@@ -88,17 +83,6 @@ class QuantizedStreamingCache(Rewriting):
             self._rebased += by
             self._to_turn += by
         return self.keys_and_values()
-
-    def _cut_for(self, length: int) -> int:
-        """Queries of a short call that come before the next group is packed, 0 if all or none do.
-
-        Short calls are steps of decoding: a draft that is checked at once has to see, token by
-        token, what single steps would see. Arrays can't say so: they show all rows the same.
-        """
-        due = self.plan.until_packing(self._count)
-        if due is None or not due < length <= TRIM_MARGIN:
-            return 0
-        return due if self.packed_attention and hooks.attention_hooked() else 0
 
     def _append(self, keys: mx.array, values: mx.array, length: int) -> None:
         self._settle()
@@ -117,6 +101,10 @@ class QuantizedStreamingCache(Rewriting):
                 slot = plan.sink + (slot - plan.sink) % plan.ring
             self._write_ring(slot, slot + length, stored)
         self._count += length
+        if 1 < length <= TRIM_MARGIN and self.packed_attention:
+            groups = self.plan.groups(self._count - 1)  # what a step for the last row would find
+            if groups > self._groups:
+                self._pack(groups)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last `update_and_fetch` returned, again.
@@ -126,18 +114,19 @@ class QuantizedStreamingCache(Rewriting):
         """
         if self.empty():
             raise ValueError("the cache is empty: call update_and_fetch first")
-        *earlier, view = self.views()
+        view = self.view()
         shot = view.snapshot
         hidden = shot.groups > 0 or (shot.chunk == 0 and not shot.linear)
-        apart = view.moved or (hidden and shot.queries <= MAX_PACKED_QUERIES)
-        if earlier or (apart and self.packed_attention and hooks.attention_hooked()):
-            return CacheHandle((*earlier, view), 0), CacheHandle((*earlier, view), 1)
+        apart = view.moved or (hidden and shot.queries <= TRIM_MARGIN)
+        if apart and self.packed_attention and hooks.attention_hooked():
+            return CacheHandle(view, 0), CacheHandle(view, 1)
         return view.dense(0), view.dense(1)
 
     def arrays(self) -> tuple[mx.array, mx.array]:
         """What the last query saw, in order of position: keys and values [B, H, length, D]."""
-        view = self.views()[-1]
-        return view.dense(0), view.dense(1)
+        view = self.view()
+        last = view.snapshot.queries - 1
+        return view.dense(0, last), view.dense(1, last)
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -209,7 +198,6 @@ class QuantizedStreamingCache(Rewriting):
 
     def _save(self) -> list[mx.array]:
         self._settle()
-        self._cut = 0
         header = Header(
             self.config,
             self.packed_attention,
@@ -339,21 +327,20 @@ class QuantizedStreamingCache(Rewriting):
     # Inside
 
     def _snapshot(self, placed: int, chunk: int, queries: int) -> Snapshot:
-        capacity = self._stores[0].capacity
-        return snapshot(self.plan, capacity, placed, self._groups, chunk, queries)
+        plan, low = self.plan, None
+        # Arrays show all rows of a call the same: for models that get them, what is packed is
+        # read from the store, so that a draft that is checked at once sees what steps would see.
+        if self.packed_attention and self._groups:
+            back = placed + chunk - queries - plan.sink - plan.recent
+            low = self._ring_low if self._ring_low > back else 0
+        return snapshot(plan, self._stores[0].capacity, placed, self._groups, chunk, queries, low)
 
-    def views(self) -> list[CacheView]:
-        """What the queries of the last call see: one view, or two if a group was packed midway."""
+    def view(self) -> CacheView:
+        """What the queries of the last call see."""
         chunk = self._chunk_length()
         shot = self._snapshot(self._count - chunk, chunk, self._queries)
         ring, stores = self._ring, self._stores
-        view = CacheView(shot, ring, stores, self._chunk, self._dtype, self._moved(shot))
-        if not self._cut:
-            return [view]
-        # The margin that trim needs in ring and stores serves these queries too.
-        seen = self._count - self._queries
-        first = snapshot(self.plan, shot.capacity, seen, shot.groups - 1, 0, self._cut)
-        return [CacheView(first, ring, stores, None, self._dtype, self._moved(first)), view]
+        return CacheView(shot, ring, stores, self._chunk, self._dtype, self._moved(shot))
 
     def _moved(self, shot: Snapshot) -> Moved | None:
         """Which queries are further from the sinks than the cache is long, and by how much."""

@@ -189,11 +189,12 @@ def stored(
 ) -> list[tuple[int, np.ndarray, np.ndarray]]:
     """What the ``rows`` queries of the last call saw: [(queries, keys, values)], dense.
 
-    In two parts where a group was packed midway: the first queries came before that.
+    Row by row where they are handed what each of them may see.
     """
     keys, values = cache.keys_and_values()
     if isinstance(keys, CacheHandle):
-        return [(v.snapshot.queries, dense(v.dense(0)), dense(v.dense(1))) for v in keys.views]
+        view = keys.view
+        return [(1, *(dense(view.dense(which, row)) for which in range(2))) for row in range(rows)]
     return [(rows, dense(keys), dense(values))]
 
 
@@ -247,15 +248,17 @@ class Model:
         self.offset += rows
         self.peak = max(self.peak, self.offset)
         assert cache.offset == self.offset
+        positions = shown(begin, rows, self.config.sink, self.config.window)
         for queries, *held in stored(cache, rows):
-            self._check_rows(held, out[:, :, :queries], begin)
+            self._check_rows(held, out[:, :, :queries], begin, positions)
             out, begin = out[:, :, queries:], begin + queries
         assert begin == self.offset
 
-    def _check_rows(self, held: list[np.ndarray], out: mx.array, begin: int) -> None:
+    def _check_rows(
+        self, held: list[np.ndarray], out: mx.array, begin: int, positions: np.ndarray
+    ) -> None:
         end = begin + out.shape[2]
         sink, window = self.config.sink, self.config.window
-        positions = shown(begin, end - begin, sink, window)
         for which, one in enumerate(held):
             assert one.shape[2] == len(positions)
             self._accept(which, one, positions, begin)
@@ -278,7 +281,7 @@ class Model:
         if (self.config.moves_keys, self.config.moves_values)[which]:
             # Unpacked by a product, whose last bit depends on how many tokens it is of.
             off = np.abs(held - content[:, :, positions])
-            same = off <= 2 * self.eps * np.abs(content[:, :, positions]) + 1e-6
+            same = off <= 2 * self.eps * np.abs(content[:, :, positions]) + 4e-6
             changed &= ~(same.all(axis=(0, 1, 3)) & self.packed[which][positions])
         moved = positions[changed]
         if not len(moved):
@@ -324,8 +327,9 @@ class Model:
         self.offset = kept
         self.stream.redraw(kept)
         self.take_tokens()
+        recent = self.config.residual_length + self.config.group_size
         for packed in self.packed:
-            packed[self._groups_end() :] = False  # open again
+            packed[max(0, kept - recent) :] = False  # open again
 
     def _groups_end(self) -> int:
         """Where the last group ends that may be packed by now."""

@@ -64,15 +64,16 @@ class DenseReference:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         before = self.offset - self._rows
         visible = self._visible(before, self._rows)
-        groups = self._groups(before)
+        end = self._from_store(before)
         pair = [self.keys, self.values]
-        oldest = int(visible[visible >= self.sink][0]) if groups else 0
-        if groups and oldest < self.sink + groups * self.packed_after[1]:
+        oldest = int(visible[visible >= self.sink][0]) - self.sink if end else 0
+        if oldest < end:
             size = self.packed_after[1]
-            first = (oldest - self.sink) // size
-            start, stop = self.sink + first * size, self.sink + groups * size
+            first = oldest // size
+            start, stop = self.sink + first * size, self.sink + end
             for i, x in enumerate(pair):
-                packed = unpacked_groups(self.twin, i, first, groups)
+                packed = unpacked_groups(self.twin, i, first, -(-end // size))
+                packed = packed[:, :, : stop - start]
                 pair[i] = mx.concatenate([x[:, :, :start], packed, x[:, :, stop:]], axis=2)
         if self.drops:
             pair = [x[:, :, mx.array(visible)] for x in pair]
@@ -97,13 +98,20 @@ class DenseReference:
             return positions
         return positions[(positions < self.sink) | (positions > first - self.window)]
 
-    def _groups(self, seen: int) -> int:
-        """Groups that are packed once ``seen`` tokens are in."""
+    def _from_store(self, seen: int) -> int:
+        """Stream tokens that a query after ``seen`` tokens reads packed.
+
+        Of what is packed, the newest are read as they were by models that read packed data.
+        """
         # A trained window may be too small to pay.
         if self.packed_after is None or self.twin.plan.residual is None:
             return 0
         residual, group = self.packed_after
-        return max(0, seen - self.sink - residual) // group
+        stream = max(0, seen - self.sink)
+        packed = max(0, stream - residual) // group * group
+        if not self.twin.packed_attention:
+            return packed
+        return min(packed, max(0, stream - residual - group))
 
     def errors(self) -> tuple[list[mx.array], list[mx.array]]:
         """How far the twin's content is from what was given, largest difference of each array.
@@ -114,7 +122,7 @@ class DenseReference:
         """
         before = self.offset - self._rows
         columns = self._visible(before, self._rows)
-        end = self.sink + self._groups(before) * (self.packed_after or (0, 0))[1]
+        end = self.sink + self._from_store(before)
         is_packed = (columns >= self.sink) & (columns < end)
         loose, packed = [], []
         for which, stored in enumerate(self.twin.arrays()):

@@ -7,11 +7,11 @@ here with the queries.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..config import TRIM_MARGIN
 from .group_store import KeyStore, ValueStore
@@ -39,8 +39,8 @@ class CacheView(NamedTuple):
     dtype: mx.Dtype
     moved: Moved | None = None
 
-    def dense(self, which: int) -> mx.array:
-        """Keys (0) or values (1) in order of position: [B, H, length, D]."""
+    def dense(self, which: int, row: int = 0) -> mx.array:
+        """Keys (0) or values (1) as a row sees them, in order of position: [B, H, length, D]."""
         shot = self.snapshot
         plan = shot.plan
         parts = []
@@ -50,7 +50,7 @@ class CacheView(NamedTuple):
                 parts.append(ring[:, :, : shot.placed])
             else:
                 parts.append(ring[:, :, : shot.sinks])
-                parts += self._stream(which, shot.low - plan.sink)
+                parts += self._stream(which, shot.low - plan.sink, row)
         if self.chunk is not None:
             parts.append(self.chunk[which])
         x = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
@@ -63,18 +63,20 @@ class CacheView(NamedTuple):
         packed = store.dense(0, store.capacity, after=ring)
         return mx.concatenate([ring, packed], axis=2).astype(self.dtype)
 
-    def _stream(self, which: int, low: int) -> list[mx.array]:
+    def _stream(self, which: int, low: int, row: int) -> list[mx.array]:
         """Placed tokens of the stream from index ``low`` on, packed ones first."""
         shot = self.snapshot
         plan = shot.plan
-        packed = shot.groups * plan.group
+        packed = int(shot.packed(np.array(shot.first_query + row)))
         newest = self.ring[0] if self.chunk is None else self.chunk[0]
         parts = []
         if low < packed:
-            first = low // plan.group
-            for _, slot, count in spans(first, shot.groups, shot.capacity):
+            first, groups = low // plan.group, -(-packed // plan.group)
+            for _, slot, count in spans(first, groups, shot.capacity):
                 parts.append(self.stores[which].dense(slot, count, after=newest))
             parts[0] = parts[0][:, :, low - first * plan.group :]
+            if packed % plan.group:
+                parts[-1] = parts[-1][:, :, : packed % plan.group - plan.group]
         for _, slot, count in spans(max(low, packed), shot.placed - plan.sink, plan.ring):
             parts.append(self.ring[which][:, :, plan.sink + slot : plan.sink + slot + count])
         return parts
@@ -84,25 +86,24 @@ class CacheHandle:
     """Stands for the keys (``which`` 0) or values (1) that queries see: not an array.
 
     Args:
-        views: What the queries see, in their order: `CacheView.snapshot` says how many of them.
+        view: What the queries see.
         which: 0 or 1.
     """
 
     ndim = 4
 
-    def __init__(self, views: tuple[CacheView, ...], which: int) -> None:
-        self.views = views
+    def __init__(self, view: CacheView, which: int) -> None:
+        self.view = view
         self.which = which
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.views[-1].dtype
+        return self.view.dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        batch, heads, _, dim = self.views[-1].ring[self.which].shape
-        first, last = self.views[0].snapshot, self.views[-1].snapshot
-        return batch, heads, last.length + last.low - first.low, dim
+        batch, heads, _, dim = self.view.ring[self.which].shape
+        return batch, heads, self.view.snapshot.length, dim
 
     def attend(
         self,
@@ -111,26 +112,8 @@ class CacheHandle:
         mask: mx.array | str | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """`attend` for all views of the keys; an array of a mask is over all tokens that any shows.
-
-        Called on the handle of the keys.
-        """
-        if len(self.views) == 1:
-            return attend(queries, self.views[0], scale, mask, sinks)
-        outputs = []
-        row, oldest = 0, self.views[0].snapshot.low
-        for view in self.views:
-            shot = view.snapshot
-            rows = slice(row, row + shot.queries)
-            part = mask
-            if isinstance(mask, mx.array):
-                start = shot.sinks + shot.low - oldest
-                of_rows = mask[..., rows, :] if mask.shape[-2] > 1 else mask
-                stream = of_rows[..., start : start + shot.length - shot.sinks]
-                part = mx.concatenate([of_rows[..., : shot.sinks], stream], axis=-1)
-            outputs.append(attend(queries[:, :, rows], view, scale, part, sinks))
-            row = rows.stop
-        return mx.concatenate(outputs, axis=2)
+        """`attend`, called on the handle of the keys."""
+        return attend(queries, self.view, scale, mask, sinks)
 
 
 def attend(
@@ -154,40 +137,45 @@ def attend(
         [B, H_q, L, D_v], of the queries' type.
     """
     shot, moved = view.snapshot, view.moved
-    many = shot.queries > (MAX_PACKED_QUERIES if moved else TRIM_MARGIN)
-    if many or (shot.chunk and not shot.groups):
+    if shot.queries > TRIM_MARGIN or (shot.chunk and not shot.groups):
         return _attend_blocks(queries, view, scale, mask, sinks)
     if shot.groups == 0:
         return _attend_ring(queries, view, scale, mask, sinks)
     batch, heads, rows, _ = queries.shape
     kv_heads = view.ring[0].shape[1]
     repeats = heads // kv_heads
-    q = _folded(queries, scale, kv_heads)
+    q = _folded(queries, kv_heads)
 
+    # What many rows read is unpacked, once the call's own keys are there.
+    newest = view.ring[0] if view.chunk is None else view.chunk[0]
+    after = newest if rows > MAX_PACKED_QUERIES else None
     # The softmax does not see what is taken off all keys alike.
     shift = view.stores[0].shift
     parts = [
-        _products(q, view.ring[0], shift, shot.ring_bias, repeats),
-        _plus(view.stores[0].scores(q), shot.store_bias, repeats),
+        _products(q, scale, view.ring[0], shift, shot.ring_scores(batch, kv_heads, repeats)),
+        _plus(view.stores[0].scores(q, scale, after), shot.store_bias, repeats),
     ]
     if moved:
-        at_sinks = _folded(moved.queries(queries), scale, kv_heads)
-        at_sinks = at_sinks @ view.ring[0][:, :, : shot.sinks].astype(mx.float32).swapaxes(-1, -2)
+        at_sinks = _folded(moved.queries(queries), kv_heads)
+        at_sinks = _products(at_sinks, scale, view.ring[0][:, :, : shot.sinks])
         if shift is not None:
-            at_sinks = at_sinks - q @ shift.swapaxes(-1, -2)
+            at_sinks = at_sinks - scale * (q @ shift.swapaxes(-1, -2))
         parts[0] = mx.concatenate([at_sinks, parts[0][..., shot.sinks :]], axis=-1)
     if view.chunk is not None:
-        parts.append(_products(q, view.chunk[0], shift, shot.chunk_bias, repeats))
+        products = _products(q, scale, view.chunk[0], shift)
+        parts.append(_plus(products, shot.chunk_bias, repeats))
     ends = list(accumulate(part.shape[-1] for part in parts))
     if sinks is not None:
-        sinks = _learned(sinks, q, repeats)
-        parts.append(sinks if shift is None else sinks - q @ shift.swapaxes(-1, -2))
+        column = _learned(sinks, q, repeats)
+        if shift is not None:
+            column = mx.addmm(column, q, shift.swapaxes(-1, -2), alpha=-scale)
+        parts.append(column)
     scores = mx.concatenate(parts, axis=-1)
     if isinstance(mask, mx.array):
         scores = _masked(scores, shot.reorder(mask), heads, kv_heads, ends[-1])
     cuts = ends[:-1] if sinks is None else ends
     weights = mx.split(mx.softmax(scores, axis=-1), cuts, axis=-1)
-    out = view.stores[1].weighted(weights[1])
+    out = view.stores[1].weighted(weights[1], after)
     out = mx.addmm(out, weights[0], view.ring[1].astype(mx.float32))
     if view.chunk is not None:
         out = mx.addmm(out, weights[2], view.chunk[1].astype(mx.float32))
@@ -224,10 +212,10 @@ def _attend_blocks(queries, view, scale, mask, sinks) -> mx.array:
         rows = slice(start, min(start + BLOCK, length))
         seen, bias = shot.block(rows.start, rows.stop)
         k, v = (mx.concatenate([x[:, :, :first], x[:, :, seen]], axis=2) for x in (keys, values))
-        q = _folded(queries[:, :, rows], scale, kv_heads)
-        nearer = _folded(at_sinks[:, :, rows], scale, kv_heads)
+        q = _folded(queries[:, :, rows], kv_heads)
+        nearer = _folded(at_sinks[:, :, rows], kv_heads)
         parts = [nearer @ k[:, :, :first].swapaxes(-1, -2), q @ k[:, :, first:].swapaxes(-1, -2)]
-        scores = _plus(mx.concatenate(parts, axis=-1), bias, repeats)
+        scores = _plus(scale * mx.concatenate(parts, axis=-1), bias, repeats)
         if isinstance(mask, mx.array):
             part = mask[..., rows, :] if mask.shape[-2] > 1 else mask
             part = mx.concatenate([part[..., :first], part[..., seen]], axis=-1)
@@ -239,20 +227,11 @@ def _attend_blocks(queries, view, scale, mask, sinks) -> mx.array:
     return mx.concatenate(outputs, axis=2).astype(queries.dtype)
 
 
-def _folded(queries: mx.array, scale: float, kv_heads: int) -> mx.array:
+def _folded(queries: mx.array, kv_heads: int) -> mx.array:
     # Query heads that share keys become rows of one product. float32 throughout: scores keep
     # their precision, and the CPU has no fast half-precision kernel.
     batch, _, _, dim = queries.shape
-    scaled = queries.astype(mx.float32) * _everywhere(scale, queries.shape)
-    return scaled.reshape(batch, kv_heads, -1, dim)
-
-
-@lru_cache(maxsize=64)
-def _everywhere(value: float, shape: tuple[int, ...]) -> mx.array:
-    """One number in a shape, made once: no broadcast in the graph of a step."""
-    array = mx.broadcast_to(mx.array(value, mx.float32), shape)
-    mx.eval(array)
-    return array
+    return queries.astype(mx.float32).reshape(batch, kv_heads, -1, dim)
 
 
 def _learned(sinks: mx.array, q: mx.array, repeats: int) -> mx.array:
@@ -263,12 +242,16 @@ def _learned(sinks: mx.array, q: mx.array, repeats: int) -> mx.array:
 
 
 def _products(
-    q: mx.array, keys: mx.array, shift: mx.array | None, bias: mx.array | None, repeats: int
+    q: mx.array,
+    scale: float,
+    keys: mx.array,
+    shift: mx.array | None = None,
+    bias: mx.array | None = None,
 ) -> mx.array:
-    """q (keys - shift)ᵀ + bias, for keys [B, H, T, D] in full precision: [B, H, rows, T]."""
+    """scale · q (keys - shift)ᵀ + bias, for keys [B, H, T, D] as they are: [B, H, rows, T]."""
     keys = keys.astype(mx.float32)
     keys = (keys if shift is None else keys - shift).swapaxes(-1, -2)
-    return q @ keys if bias is None else mx.addmm(_by_row(bias, repeats), q, keys)
+    return scale * (q @ keys) if bias is None else mx.addmm(bias, q, keys, alpha=scale)
 
 
 def _plus(scores: mx.array, bias: mx.array | None, repeats: int) -> mx.array:

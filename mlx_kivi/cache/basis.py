@@ -42,9 +42,9 @@ class KeyBasis:
         """Keys [B, H, T, D] in this basis."""
         return x
 
-    def queries(self, x: mx.array) -> mx.array:
-        """Queries [B, H, rows, D] float32 for keys in this basis."""
-        return x
+    def queries(self, x: mx.array, scale: float) -> mx.array:
+        """scale times queries [B, H, rows, D] float32, for keys in this basis."""
+        return x * everywhere(scale, x.shape)
 
     def back(self, x: mx.array) -> mx.array:
         """Keys in this basis [B, H, T, D] float32 as they were."""
@@ -149,8 +149,8 @@ class BalancedBasis(KeyBasis):
     def keys(self, x: mx.array) -> mx.array:
         return x.astype(mx.float32) @ self._matrix.astype(mx.float32) @ self._mix
 
-    def queries(self, x: mx.array) -> mx.array:
-        return x @ self._queries
+    def queries(self, x: mx.array, scale: float) -> mx.array:
+        return mx.addmm(everywhere(0, x.shape), x, self._queries, alpha=scale)
 
     def back(self, x: mx.array) -> mx.array:
         return x @ self._queries.swapaxes(-1, -2)
@@ -179,6 +179,14 @@ def key_basis(config: KVCacheConfig, balance: Balance | None) -> KeyBasis:
 def value_inset(bits: int, mixed: bool) -> float:
     """For `quantize`, of values."""
     return _VALUE_INSETS.get(bits, 0.0) if mixed else 0.0
+
+
+@lru_cache(maxsize=64)
+def everywhere(value: float, shape: tuple[int, ...]) -> mx.array:
+    """One number in a shape, made once: no broadcast in the graph of a step."""
+    array = mx.broadcast_to(mx.array(value, mx.float32), shape)
+    mx.eval(array)
+    return array
 
 
 @lru_cache(maxsize=16)

@@ -41,8 +41,7 @@ class Buffers:
         self._margin: Pair | None = None  # keys, values: [B, H, margin, D], once a token left
         self._chunk: Pair | None = None  # keys, values: [B, H, L, D], the newest tokens
         self._dtype = mx.float32  # of the model
-        self._queries = 1  # rows of the last call, but for
-        self._cut = 0  # rows before them that see one packed group less
+        self._queries = 1  # rows of the last call
         self._groups = 0
         self._count = 0  # tokens
         self._rebased = 0  # positions that are not counted any more

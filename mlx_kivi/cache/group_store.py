@@ -7,6 +7,7 @@ is in which slot is the cache's business. It is read in place, by ``mx.quantized
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -193,10 +194,15 @@ class KeyStore(GroupStore):
             x = x - self.shift
         super()._write(slot, x)
 
-    def scores(self, queries: mx.array) -> mx.array:
-        """queries [B, H, rows, D] float32 times (keys - shift): [B, H, rows, capacity · G]."""
-        queries = self.basis.queries(queries)
-        keys = self.packed()
+    def scores(
+        self, queries: mx.array, scale: float = 1, after: mx.array | None = None
+    ) -> mx.array:
+        """scale · queries [B, H, rows, D] float32 · (keys - shift): [B, H, rows, capacity · G].
+
+        With ``after``, the keys are unpacked, once that array is there.
+        """
+        queries = self.basis.queries(queries, scale)
+        keys = self.packed() if after is None else [self.unpacked(after)]
         if len(keys) == 1:
             return keys[0].scores(queries)
         ends = list(accumulate(part.channels for part in keys))
@@ -204,7 +210,7 @@ class KeyStore(GroupStore):
         scores = [part.scores(q) for part, q in zip(keys, each, strict=True)]
         return sum(scores[1:], scores[0])
 
-    def packed(self) -> list[PackedKeys | PlainKeys]:
+    def packed(self) -> Sequence[PackedKeys | PlainKeys]:
         """Products with the keys where they lie, in their basis, part by part."""
         if self.bits is None:
             return [PlainKeys(self.arrays[0].astype(mx.float32).swapaxes(-1, -2))]
@@ -334,12 +340,19 @@ class ValueStore(GroupStore):
         super().__init__(bits, group_size)
         self.mixed = mixed
 
-    def weighted(self, weights: mx.array) -> mx.array:
-        """weights [B, H, rows, capacity · G] float32 times the values: [B, H, rows, D]."""
+    def weighted(self, weights: mx.array, after: mx.array | None = None) -> mx.array:
+        """weights [B, H, rows, capacity · G] float32 times the values: [B, H, rows, D].
+
+        With ``after``, the values are unpacked, once that array is there.
+        """
         if self.bits is None:
             return weights @ self.arrays[0].astype(mx.float32)
-        words, scales, zeros = self.arrays
         group, padded = value_group(self.head_dim, self.group_size, self.bits)
+        if after is not None:
+            words, scales, zeros = mx.depends(self.arrays, [after])
+            values = dequantize(words, scales, zeros, self.bits, group)
+            return self._back(weights @ values, padded)
+        words, scales, zeros = self.arrays
         out = mx.quantized_matmul(
             weights,
             words,

@@ -23,7 +23,7 @@ class LatentHandle(CacheHandle):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, heads, _, dim = super().shape
-        view = self.views[0]
+        view = self.view
         return batch, heads, view.ring[0].shape[2] + view.stores[0].tokens, dim
 
     def attend(
@@ -35,7 +35,7 @@ class LatentHandle(CacheHandle):
     ) -> mx.array:
         """`attend_latent`: these models give an array of a mask or none, and no learned sinks."""
         assert not isinstance(mask, str)
-        return attend_latent(queries, self.views[0], scale, mask)
+        return attend_latent(queries, self.view, scale, mask)
 
 
 def attend_latent(

@@ -19,7 +19,6 @@ import numpy as np
 
 from ..config import TRIM_MARGIN, KVCacheConfig
 
-_FAR = 2**62
 UNBOUNDED = 2**62  # slots of a ring that grows for ever
 
 
@@ -71,6 +70,11 @@ class Plan(NamedTuple):
     def spares(self, seen: int) -> bool:
         """Whether tokens have left the ring for the margin."""
         return self.margin > 0 and seen > self.sink + self.ring
+
+    @property
+    def recent(self) -> int:
+        """Stream tokens before a query that are in the ring still, whatever is packed of them."""
+        return self.ring - TRIM_MARGIN
 
     def room(self, groups: int) -> int:
         """Slots of a store that holds ``groups`` groups: one step to spare, a window's at most.
@@ -131,7 +135,9 @@ class Snapshot:
     """What one call of attention may see: made by `snapshot`.
 
     plan: sizes; capacity: groups the store has room for now; placed: tokens in ring and store;
-    groups: packed ones; chunk: newer tokens, not yet placed; queries: rows, the newest tokens.
+    groups: packed ones; chunk: newer tokens, not yet placed; queries: rows, the newest tokens;
+    oldest: the first stream token in the ring, 0 if no query reads back so far, None if all that
+    is packed is read from the store, by all rows alike.
     """
 
     plan: Plan
@@ -140,6 +146,7 @@ class Snapshot:
     groups: int
     chunk: int
     queries: int
+    oldest: int | None = None
 
     @cached_property
     def first_query(self) -> int:
@@ -166,6 +173,18 @@ class Snapshot:
         fits = self.placed <= plan.sink + plan.ring
         return fits and self.groups == 0 and self.low == plan.sink
 
+    def packed(self, rows: np.ndarray) -> np.ndarray:
+        """Stream tokens that queries at positions ``rows`` read from the store: the first so many.
+
+        Those that follow are read from ring and chunk, though some of them may be packed too.
+        """
+        stored = self.groups * self.plan.group
+        if self.oldest is None:
+            return np.full(rows.shape, stored)
+        if self.queries > TRIM_MARGIN:
+            rows = np.full(rows.shape, self.first_query)  # a long call shows all rows the same
+        return np.clip(rows - self.plan.sink - self.plan.recent, self.oldest, stored)
+
     def ordered_positions(self) -> np.ndarray:
         """Positions in the order in which dense arrays are handed out: [length]."""
         old = np.arange(self.low, self.placed)
@@ -173,19 +192,33 @@ class Snapshot:
         return np.concatenate([np.arange(self.sinks), old, new])
 
     @cached_property
+    def _ring_shown(self) -> np.ndarray:
+        positions = _ring_positions(self.plan.sink, self.plan.ring, self.placed)
+        return _shown(positions, self, stored=False)
+
+    @cached_property
     def ring_bias(self) -> mx.array | None:
         """Additive mask of the ring, [queries, sink + ring]; None if all of it shows."""
-        key = (self.plan.sink, self.plan.ring, self.placed, self.groups * self.plan.group)
-        return _bias(_ring_positions, key, *self._rows())
+        return _additive(self._ring_shown)
+
+    def ring_scores(self, batch: int, heads: int, repeats: int) -> mx.array:
+        """The same in the shape of scores, [batch, heads, repeats · queries, sink + ring]."""
+        shape = batch, heads, repeats
+        if shape not in self._ring_scores:
+            bias = np.where(self._ring_shown, np.float32(0), np.float32(-np.inf))
+            self._ring_scores[shape] = mx.array(np.tile(bias, (batch, heads, repeats, 1)))
+        return self._ring_scores[shape]
+
+    @cached_property
+    def _ring_scores(self) -> dict[tuple[int, int, int], mx.array]:
+        return {}
 
     @cached_property
     def store_bias(self) -> mx.array | None:
         """Additive mask of the store, [queries, capacity · group]; None if all of it shows."""
-        key = (self.plan.sink, self.plan.group, self.capacity, self.groups)
-        rows = self._rows()
-        if self.queries == 1 and self.plan.window is None:
-            rows = (_FAR, 1, None, 0)  # the same at each step until a group is added
-        return _bias(_store_positions, key, *rows)
+        plan = self.plan
+        positions = _store_positions(plan.sink, plan.group, self.capacity, self.groups)
+        return _additive(_shown(positions, self, stored=True))
 
     @cached_property
     def slot_bias(self) -> mx.array | None:
@@ -203,7 +236,8 @@ class Snapshot:
     @cached_property
     def chunk_bias(self) -> mx.array | None:
         """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
-        return _bias(np.arange, (self.placed, self.placed + self.chunk), *self._rows())
+        positions = np.arange(self.placed, self.placed + self.chunk)
+        return _additive(_shown(positions, self, stored=False))
 
     def block(self, start: int, stop: int) -> tuple[slice, mx.array | None]:
         """What rows ``start`` … ``stop - 1`` see beside the sinks, where sinks come first.
@@ -229,7 +263,7 @@ class Snapshot:
         plan = self.plan
         positions = np.concatenate(
             [
-                _ring_positions(plan.sink, plan.ring, self.placed, self.groups * plan.group),
+                _ring_positions(plan.sink, plan.ring, self.placed),
                 _store_positions(plan.sink, plan.group, self.capacity, self.groups),
                 np.arange(self.placed, self.placed + self.chunk),
             ]
@@ -238,28 +272,32 @@ class Snapshot:
         order = np.where(positions < self.sinks, positions, stream)
         return mx.array(np.clip(order, 0, self.length - 1).astype(np.uint32))
 
-    def _rows(self) -> tuple[int, int, int | None, int]:
-        return self.first_query, self.queries, self.plan.window, self.plan.sink
-
 
 @lru_cache(maxsize=16)
 def snapshot(
-    plan: Plan, capacity: int, placed: int, groups: int, chunk: int, queries: int
+    plan: Plan,
+    capacity: int,
+    placed: int,
+    groups: int,
+    chunk: int,
+    queries: int,
+    oldest: int | None = None,
 ) -> Snapshot:
     """The one that all layers of a step share: what follows from it is computed once."""
-    return Snapshot(plan, capacity, placed, groups, chunk, queries)
+    return Snapshot(plan, capacity, placed, groups, chunk, queries, oldest)
 
 
-def _ring_positions(sink: int, ring: int, placed: int, packed: int) -> np.ndarray:
-    """Position in each slot of the ring, -1 where none is or where it is packed already."""
+def _ring_positions(sink: int, ring: int, placed: int) -> np.ndarray:
+    """Position in each slot of the ring, -1 where none is."""
     positions = np.full(sink + ring, -1)
     positions[: min(sink, placed)] = np.arange(min(sink, placed))
     stream = max(0, placed - sink)
-    for j, slot, count in spans(max(packed, stream - ring), stream, ring):
+    for j, slot, count in spans(max(0, stream - ring), stream, ring):
         positions[sink + slot : sink + slot + count] = np.arange(sink + j, sink + j + count)
     return positions
 
 
+@lru_cache(maxsize=4)  # the same until a group is added
 def _store_positions(sink: int, group: int, capacity: int, groups: int) -> np.ndarray:
     """Position of each token slot in the store, -1 where none is."""
     slots = np.arange(capacity)
@@ -269,17 +307,21 @@ def _store_positions(sink: int, group: int, capacity: int, groups: int) -> np.nd
     return np.maximum(positions, -1)
 
 
-@lru_cache(maxsize=16)
-def _bias(
-    positions_of, key: tuple, first: int, queries: int, window: int | None, sink: int
-) -> mx.array | None:
+def _shown(positions: np.ndarray, shot: Snapshot, stored: bool) -> np.ndarray:
+    """Which slots show, of those that hold some positions: of the store, or of ring and chunk."""
     # Made on the host: no graph nodes, and one array serves every layer of a step.
-    positions = positions_of(*key)
-    rows = np.arange(first, first + queries)[:, None]
-    shown = (positions >= 0) & (positions <= rows)
-    if window is not None:
-        shown &= (positions > rows - window) | (positions < sink)
-    return _additive(shown)
+    plan = shot.plan
+    rows = np.arange(shot.first_query, shot.first_query + shot.queries)[:, None]
+    packed = plan.sink + shot.packed(rows)
+    if stored:
+        shown = (positions >= 0) & (positions < packed)
+    else:
+        shown = (positions >= packed) & (positions <= rows)
+    if plan.window is not None:
+        shown &= positions > rows - plan.window
+    if not stored:
+        shown |= (positions >= 0) & (positions < plan.sink) & (positions <= rows)
+    return shown
 
 
 @lru_cache(maxsize=4)

@@ -48,11 +48,12 @@ class Rewriting(Buffers):
         if self._chunk is not None and target > placed:
             keys, values = self._chunk
             self._chunk = keys[:, :, : target - placed], values[:, :, : target - placed]
+            self._reopen(self.plan.groups(target), max(0, target - self.plan.sink))
         else:
             self._chunk = None
             self._forget(target, placed)
         self._count = target
-        self._queries, self._cut = 1, 0
+        self._queries = 1
         return n
 
     def _forget(self, target: int, placed: int) -> None:

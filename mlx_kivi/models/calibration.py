@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from .. import hooks
-from ..cache.attention import CacheHandle
+from ..cache.attention import CacheHandle, CacheView
 from ..cache.basis import Balance
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from . import basis_files
@@ -238,8 +238,8 @@ class Watched:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        views = tuple(self.cache.views())
-        return WatchedHandle(views, 0, self), WatchedHandle(views, 1, self)
+        view = self.cache.view()
+        return WatchedHandle(view, 0, self), WatchedHandle(view, 1, self)
 
     def balance(self) -> Balance | None:
         """What follows; None if no queries came, or if they say nothing."""
@@ -257,8 +257,8 @@ class Watched:
 class WatchedHandle(CacheHandle):
     """A handle that notes the queries it is asked with."""
 
-    def __init__(self, views: tuple[Any, ...], which: int, watched: Watched) -> None:
-        super().__init__(views, which)
+    def __init__(self, view: CacheView, which: int, watched: Watched) -> None:
+        super().__init__(view, which)
         self._watched = watched
 
     def attend(
@@ -273,7 +273,7 @@ class WatchedHandle(CacheHandle):
         q = queries.astype(mx.float32).reshape(heads, -1, dim)
         self._watched.queries.append(q.swapaxes(1, 2) @ q / q.shape[1])
         own = hooks.attention.original("scaled_dot_product_attention")
-        keys, values = (self.views[-1].dense(which) for which in range(2))
+        keys, values = (self.view.dense(which) for which in range(2))
         return own(queries, keys, values, None, scale, mask, sinks)
 
 

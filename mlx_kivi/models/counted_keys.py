@@ -20,7 +20,7 @@ class CountedHandle(CacheHandle):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, heads, _, dim = super().shape
-        shot = self.views[-1].snapshot
+        shot = self.view.snapshot
         return batch, heads, shot.placed + shot.chunk, dim
 
 
@@ -40,8 +40,8 @@ class CountedKeysCache(QuantizedStreamingCache):
             raise RuntimeError(
                 "a window on this model needs mlx_kivi's attention: call mlx_kivi.patch() first"
             )
-        views = tuple(self.views())
-        return CountedHandle(views, 0), CountedHandle(views, 1)
+        view = self.view()
+        return CountedHandle(view, 0), CountedHandle(view, 1)
 
     def _mergeable(self) -> bool:
         # mlx_lm's counterpart of a bounded one hands out fewer keys than positions.

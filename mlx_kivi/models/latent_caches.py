@@ -44,8 +44,8 @@ class LatentCache(QuantizedStreamingCache):
         one = self._queries == 1 and self._chunk is None
         if not (one and seen and self._groups and hooks.attention_hooked()):
             return super().keys_and_values()
-        view = self.views()[0]
-        return LatentHandle((view,), 0), view.slots(1)
+        view = self.view()
+        return LatentHandle(view, 0), view.slots(1)
 
     # The state of the base, then the limit, 0 if there is none.
 

@@ -64,7 +64,7 @@ def test_scores_are_what_they_were_in_any_basis(dim: int, name: str) -> None:
     one = basis(name, dim)
     q, k = normal(5, dim), normal(40, dim, seed=1)
     want = dense(q) @ dense(k).swapaxes(-1, -2)
-    got = one.queries(q) @ one.keys(k).astype(mx.float32).swapaxes(-1, -2)
+    got = one.queries(q, 1) @ one.keys(k).astype(mx.float32).swapaxes(-1, -2)
     np.testing.assert_allclose(dense(got), want, rtol=0, atol=1e-5 * np.abs(want).max())
     back = one.back(one.keys(k).astype(mx.float32))
     np.testing.assert_allclose(dense(back), dense(k), rtol=0, atol=1e-5)
@@ -120,7 +120,7 @@ def test_products_with_a_store_are_those_with_its_dense_tokens(
     sums = dense(weights) @ dense(values.dense(0, 3))
     np.testing.assert_allclose(dense(values.weighted(weights)), sums, rtol=0, atol=ulp * 40)
     # The keys without their product: as one array, and slot by slot.
-    unpacked = keys.unpacked(after=x).scores(keys.basis.queries(q))
+    unpacked = keys.unpacked(after=x).scores(keys.basis.queries(q, 1))
     np.testing.assert_allclose(dense(unpacked), scores, rtol=0, atol=ulp * dim**0.5 * 4)
     whole = dense(keys.dense(0, 3))[:, :, 32:64]
     np.testing.assert_allclose(dense(keys.dense(1, 1)), whole, rtol=ulp, atol=ulp)

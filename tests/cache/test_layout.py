@@ -102,13 +102,16 @@ def test_a_token_is_gone_when_the_next_query_cannot_see_it(
 # What a call sees: the ring, the store and the chunk together hold each token once
 
 
-def snapshot(config: KVCacheConfig, placed: int, chunk: int) -> Snapshot:
+def snapshot(config: KVCacheConfig, placed: int, chunk: int, by_token: bool = False) -> Snapshot:
     """A call of one token in the ring (chunk 0), or of a chunk beside it."""
     plan = plan_of(config)
     assume(plan.ring != UNBOUNDED)  # one array, in order
     groups = plan.groups(placed if chunk else placed - 1)
+    if by_token and chunk <= TRIM_MARGIN:
+        groups = plan.groups(placed + (chunk or 1) - 1)
     capacity = groups if plan.slots is None else plan.slots
-    return Snapshot(plan, capacity, placed, groups, chunk, chunk or 1)
+    oldest = 0 if by_token and groups else None
+    return Snapshot(plan, capacity, placed, groups, chunk, chunk or 1, oldest)
 
 
 def shown_once(shot: Snapshot) -> np.ndarray:
@@ -135,11 +138,16 @@ def shown_once(shot: Snapshot) -> np.ndarray:
     return count
 
 
-@given(configs, st.integers(1, 700), st.integers(0, 40).map(lambda n: 0 if n == 1 else n))
+@given(
+    configs,
+    st.integers(1, 700),
+    st.integers(0, 40).map(lambda n: 0 if n == 1 else n),
+    st.booleans(),
+)
 def test_every_query_sees_each_token_of_the_rule_once(
-    config: KVCacheConfig, placed: int, chunk: int
+    config: KVCacheConfig, placed: int, chunk: int, by_token: bool
 ) -> None:
-    shot = snapshot(config, placed, chunk)
+    shot = snapshot(config, placed, chunk, by_token)
     first = shot.first_query
     assert first + shot.queries == placed + chunk
     positions = shown(first, shot.queries, config.sink, config.window)

@@ -122,7 +122,7 @@ def test_packed_neighbours_of_a_nan_are_what_they_were(config: KVCacheConfig) ->
     run(cache, stream, [300])
     cache.state  # packs
     for which, want in enumerate(clean):
-        held = dense(cache.views()[0].dense(which))
+        held = dense(cache.view().dense(which))
         want[:, :, 10, 3] = want[:, :, 70, 5] = 0
         packed = cache.packed_tokens
         np.testing.assert_allclose(held[:, :, :packed], want[:, :, :packed], rtol=0, atol=0.02)

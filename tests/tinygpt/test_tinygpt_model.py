@@ -124,7 +124,7 @@ def test_every_switch_decodes_on_packed_data(config, make_file):
     with patched(policy):
         unpacked = make_prompt_cache(model)
         for layer in unpacked:
-            layer.packed_attention = False
+            layer.keys_and_values = layer.arrays
         wanted, _ = in_chunks(model, ids, sizes, unpacked)
         got, cache = in_chunks(model, ids, sizes)
     np.testing.assert_allclose(got, wanted, atol=1e-4 * np.abs(wanted).max())

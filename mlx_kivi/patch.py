@@ -104,11 +104,7 @@ def _as_config(config: KVCacheConfig | None, fields: dict[str, Any]) -> KVCacheC
 def dispatch_make(model: Any, max_kv_size: int | None) -> list[Any]:
     """What runs in place of mlx_lm's `make_prompt_cache` while it is patched."""
     config = _local_config.get() or _patched_config
-    # In another thread's `patched` block; or asked for no more than what mlx_lm's own bounded
-    # cache does, which goes into batches.
-    if config is None or (
-        config == KVCacheConfig() and max_kv_size is not None and not hasattr(model, "make_cache")
-    ):
+    if config is None:  # in another thread's `patched` block
         return _factory.original("make_prompt_cache")(model, max_kv_size)
     caches = build(model, config, max_kv_size)
     for line in unconverted(model, caches):

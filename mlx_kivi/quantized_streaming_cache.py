@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import hooks
-from .cache import counterpart
+from .batch_cache import BatchCache
 from .cache.attention import CacheHandle, CacheView
 from .cache.basis import Balance
 from .cache.layout import UNBOUNDED, Snapshot, snapshot
@@ -74,15 +74,18 @@ class QuantizedStreamingCache(Rewriting):
             ValueError: if batch, heads or head sizes differ from what is stored, or if the policy
                 re-positions and the model's RoPE or mlx_lm's hooked attention is missing.
         """
-        length = self._check(keys, values)
-        self._append(keys, values, length)
+        self.append(keys, values)
+        return self.keys_and_values()
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """The first half of `update_and_fetch`."""
+        self._append(keys, values, self._check(keys, values))
         if self.rebase_at is not None:
             # The next call counts from less; stored keys are turned when it comes, since some
             # models read this call's keys again.
             by = rebased_by(self.offset, self.rebase_at)
             self._rebased += by
             self._to_turn += by
-        return self.keys_and_values()
 
     def _append(self, keys: mx.array, values: mx.array, length: int) -> None:
         self._settle()
@@ -141,18 +144,13 @@ class QuantizedStreamingCache(Rewriting):
         Returns:
             None, "causal", or a boolean array [N, length].
         """
-        first = self._count
-        shot = self._snapshot(placed=first, chunk=N, queries=N)
-        window = self.plan.window
-        cut = window is not None and shot.first_query + N - self.plan.sink > window
-        # The oldest position shown; that there are sinks does not widen the model's window.
-        oldest = 0 if self.plan.sink else shot.low
-        narrowed = window_size is not None and oldest + window_size < first + N
+        first, window = self._count, self.plan.window
+        cut, narrowed = self.cuts(N), self.narrows(N, window_size)
         if N == 1 and not narrowed:
             return None
         if not (cut or narrowed or return_array):
             return "causal"
-        positions = shot.ordered_positions()
+        positions = self.columns(N)
         # Counted from the first query: a stream may be longer than int32 counts.
         k = mx.array(np.maximum(positions - first, -(2**30)).astype(np.int32))[None]
         q = mx.arange(N)[:, None]
@@ -162,6 +160,24 @@ class QuantizedStreamingCache(Rewriting):
         if narrowed and window_size is not None:
             mask = mask & (k > q - window_size)
         return mask
+
+    def columns(self, N: int) -> np.ndarray:
+        """Positions that `update_and_fetch` will return for the next N tokens, in order."""
+        return self._snapshot(placed=self._count, chunk=N, queries=N).ordered_positions()
+
+    def cuts(self, N: int) -> bool:
+        """Whether the policy's window hides something from one of the next N tokens."""
+        window = self.plan.window
+        return window is not None and self._count + N - self.plan.sink > window
+
+    def narrows(self, N: int, window_size: int | None) -> bool:
+        """Whether a window of the model's own hides more from one of the next N tokens."""
+        if window_size is None:
+            return False
+        shot = self._snapshot(placed=self._count, chunk=N, queries=N)
+        # The oldest position shown; that there are sinks does not widen the model's window.
+        oldest = 0 if self.plan.sink else shot.low
+        return oldest + window_size < self._count + N
 
     # Size
 
@@ -267,14 +283,25 @@ class QuantizedStreamingCache(Rewriting):
     # For mlx_lm's batches and its ``kv_bits``.
 
     @property
-    def merge(self) -> Callable[[list[Any]], Any]:
-        """``merge(caches)``: a batch cache of mlx_lm's own (see `cache.counterpart`)."""
+    def merge(self) -> Callable[[list[Any]], BatchCache]:
+        """``merge(caches)``: a batch of them, where there can be one."""
         if not self._mergeable():
-            raise AttributeError("mlx_lm has no counterpart of this cache")
-        return counterpart.merge
+            raise AttributeError("this cache does not go into a batch")
+        return BatchCache.merge
 
     def _mergeable(self) -> bool:
-        return counterpart.has_counterpart(self.config)
+        return True
+
+    def kind(self) -> tuple[Any, ...]:
+        """What rows have in common that share arrays."""
+        keys, values = self._ring
+        shapes = keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, self._dtype
+        basis = self.balance.name if self.balance else None
+        return type(self), self.config, self.plan, shapes, basis, self.rotation, self.rebase_at
+
+    def is_due(self) -> bool:
+        near = self.rebase_at is not None and self.offset + 1 >= self.rebase_at
+        return near or super().is_due()
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedStreamingCache:
         """The same tokens, packed: what mlx_lm replaces a cache by for its ``kv_bits``.
@@ -327,22 +354,26 @@ class QuantizedStreamingCache(Rewriting):
     # Inside
 
     def _snapshot(self, placed: int, chunk: int, queries: int) -> Snapshot:
-        plan, low = self.plan, None
+        capacity, low = self._stores[0].capacity, self.oldest_read(placed + chunk - queries)
+        return snapshot(self.plan, capacity, placed, self._groups, chunk, queries, low)
+
+    def oldest_read(self, first: int) -> int | None:
+        """`Snapshot.oldest` for queries from position ``first`` on."""
         # Arrays show all rows of a call the same: for models that get them, what is packed is
         # read from the store, so that a draft that is checked at once sees what steps would see.
-        if self.packed_attention and self._groups:
-            back = placed + chunk - queries - plan.sink - plan.recent
-            low = self._ring_low if self._ring_low > back else 0
-        return snapshot(plan, self._stores[0].capacity, placed, self._groups, chunk, queries, low)
+        if not self.packed_attention or not self._groups:
+            return None
+        back = first - self.plan.sink - self.plan.recent
+        return self._ring_low if self._ring_low > back else 0
 
     def view(self) -> CacheView:
         """What the queries of the last call see."""
         chunk = self._chunk_length()
         shot = self._snapshot(self._count - chunk, chunk, self._queries)
         ring, stores = self._ring, self._stores
-        return CacheView(shot, ring, stores, self._chunk, self._dtype, self._moved(shot))
+        return CacheView(shot, ring, stores, self._chunk, self._dtype, self.moved(shot))
 
-    def _moved(self, shot: Snapshot) -> Moved | None:
+    def moved(self, shot: Snapshot) -> Moved | None:
         """Which queries are further from the sinks than the cache is long, and by how much."""
         rotation, window = self.rotation, self.plan.window
         if not self.config.reposition or rotation is None or window is None:

@@ -29,7 +29,7 @@ FLOORS = (
     ("report.py", "tinygpt/"),
     ("upstream/",),
     ("models/",),
-    ("quantized_streaming_cache.py",),
+    ("quantized_streaming_cache.py", "batch_cache.py"),
     ("cache/",),
     ("config.py", "hooks.py"),
 )

@@ -157,7 +157,9 @@ def attend(
     ]
     if moved:
         at_sinks = _folded(moved.queries(queries), kv_heads)
-        at_sinks = _products(at_sinks, scale, view.ring[0][:, :, : shot.sinks])
+        some = slice(shot.sinks)
+        bias = shot.ring_scores(batch, kv_heads, repeats)[..., some]
+        at_sinks = _products(at_sinks, scale, view.ring[0][:, :, some], None, bias)
         if shift is not None:
             at_sinks = at_sinks - scale * (q @ shift.swapaxes(-1, -2))
         parts[0] = mx.concatenate([at_sinks, parts[0][..., shot.sinks :]], axis=-1)
@@ -185,12 +187,12 @@ def attend(
 def _attend_ring(queries, view, scale, mask, sinks) -> mx.array:
     """A cache of full precision only, whose ring has wrapped: the fused kernel and a mask."""
     shot = view.snapshot
+    keys, values = (x.astype(view.dtype) for x in view.ring)
+    bias = shot.ring_bias
     if isinstance(mask, mx.array):
-        keys, values = view.dense(0), view.dense(1)
-    else:
-        keys, values = (x.astype(view.dtype) for x in view.ring)
-        mask = shot.ring_bias
-        mask = None if mask is None else mask.astype(queries.dtype)
+        own = as_bias(shot.reorder(mask)[..., : keys.shape[2]])
+        bias = own if bias is None else own + bias
+    mask = None if bias is None else bias.astype(queries.dtype)
     if view.moved:
         moved_sinks = view.moved.sinks(keys[:, :, : shot.sinks])
         keys = mx.concatenate([moved_sinks, keys[:, :, shot.sinks :]], axis=2)
@@ -259,18 +261,22 @@ def _plus(scores: mx.array, bias: mx.array | None, repeats: int) -> mx.array:
 
 
 def _by_row(bias: mx.array, repeats: int) -> mx.array:
-    return bias if bias.shape[0] == 1 else mx.tile(bias, (repeats, 1))
+    return mx.tile(bias, (repeats, 1)) if bias.ndim == 2 and bias.shape[0] > 1 else bias
+
+
+def as_bias(mask: mx.array) -> mx.array:
+    """A model's mask, boolean or additive, as what is added to scores: float32."""
+    # Lowest, not -inf: a row of which a mask hides everything has to stay finite.
+    lowest = mx.array(mx.finfo(mx.float32).min, mx.float32)
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, mx.array(0, mx.float32), lowest)
+    return mx.maximum(mask.astype(mx.float32), lowest)
 
 
 def _masked(scores, mask, heads, kv_heads, width) -> mx.array:
     """Apply a model's mask, broadcastable to [B, H_q, L, width], to folded scores."""
     batch, _, rows, total = scores.shape
-    # Lowest, not -inf: a row of which a mask hides everything has to stay finite.
-    lowest = mx.array(mx.finfo(mx.float32).min, mx.float32)
-    if mask.dtype == mx.bool_:
-        mask = mx.where(mask, mx.array(0, mx.float32), lowest)
-    else:
-        mask = mx.maximum(mask.astype(mx.float32), lowest)
+    mask = as_bias(mask)
     repeats = heads // kv_heads
     length = rows // repeats
     mask = mx.broadcast_to(mask, (batch, heads, length, width))

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..config import KVCacheConfig
 from .basis import Balance, key_basis
 from .group_store import KeyStore, ValueStore
-from .layout import Plan, can_pack, plan_for, spans
+from .layout import UNBOUNDED, Plan, can_pack, plan_for, spans
 from .rotation import Rotation, rebase
 from .sizes import Heads, best_plan
 
@@ -65,6 +65,30 @@ class Buffers:
     def packed_tokens(self) -> int:
         """Tokens held in packed groups now."""
         return max(0, self.plan.groups(self._count) - self._store_low) * self.plan.group
+
+    def is_due(self) -> bool:
+        """Whether one more token takes more than writing it into its slot of the ring."""
+        plan, stream = self.plan, self._count - self.plan.sink
+        if self._to_turn or self._chunk is not None or plan.groups(self._count) > self._groups:
+            return True
+        return plan.margin > 0 and plan.spared(stream) != plan.spared(stream + 1)
+
+    def count_one(self) -> None:
+        """A token that is not due has been written by others."""
+        self._count += 1
+        self._queries = 1
+        if self.plan.ring < UNBOUNDED:
+            self._ring_low = max(self._ring_low, self._count - self.plan.sink - self.plan.kept)
+
+    def slot_of(self, position: int) -> int:
+        """The slot of the ring that the token at a position goes to."""
+        plan = self.plan
+        stream = position - plan.sink
+        return position if stream < 0 else plan.sink + stream % plan.ring
+
+    def no_margin(self) -> Pair:
+        """A margin that nothing has come to yet."""
+        return self._zeros(self.plan.margin)
 
     def _settle(self) -> None:
         """Pack the groups that are due, move a chunk into the ring, and turn keys to re-base."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import mlx.core as mx
 
 from ..config import value_group
 from .basis import PLAIN, KeyBasis, hadamard, unmix, value_inset
+from .packed_keys import PackedKeys, PlainKeys
 from .quantization import dequantize, quantize
 
 
@@ -67,6 +68,36 @@ class GroupStore:
         new = copy.copy(self)
         new.capacity, new.arrays = 0, []
         return new
+
+    @classmethod
+    def stacked(cls, stores: Sequence[Self], capacity: int, like: mx.array) -> Self:
+        """Stores of one row each as one of ``capacity`` slots, for tokens like ``like``
+        [B, H, ·, D]."""
+        wide = [store.copy() for store in stores]
+        for store in wide:
+            store.reserve(capacity, like[:1])
+        new = wide[0].emptied()
+        if capacity:
+            new.capacity, new.head_dim, new.dtype = capacity, like.shape[-1], like.dtype
+            each = zip(*(store.arrays for store in wide), strict=True)
+            new.arrays = [mx.concatenate(list(arrays), axis=0) for arrays in each]
+        return new
+
+    def taken(self, rows: Sequence[int], capacity: int) -> Self:
+        """Rows of it, the first ``capacity`` slots, copied."""
+        new, index = self.emptied(), mx.array(list(rows), mx.int32)
+        if capacity:
+            new.capacity = capacity
+            live = [array[self._span(array, 0, capacity)] for array in self.arrays]
+            new.arrays = [mx.take(array, index, axis=0) for array in live]
+        return new
+
+    def put(self, row: int, other: Self, like: mx.array) -> None:
+        """Make one row what another store of one row is, which has no fewer groups."""
+        self.reserve(other.capacity, like)
+        self.arrays = [array[...] for array in self.arrays]
+        for array, part in zip(self.arrays, other.arrays, strict=True):
+            array[(slice(row, row + 1), *self._span(array, 0, other.capacity))] = part
 
     def reserve(self, capacity: int, like: mx.array) -> None:
         """Grow to ``capacity`` slots for tokens like ``like`` [B, H, ·, D]."""
@@ -179,6 +210,29 @@ class KeyStore(GroupStore):
         new.shift = None
         return new
 
+    @classmethod
+    def stacked(cls, stores: Sequence[Self], capacity: int, like: mx.array) -> Self:
+        new = super().stacked(stores, capacity, like)
+        if capacity and new.has_shift(like.dtype):
+            none = mx.zeros((1, like.shape[1], 1, like.shape[3]))
+            shifts = [none if store.shift is None else store.shift for store in stores]
+            new.shift = mx.concatenate(shifts, axis=0)
+        return new
+
+    def taken(self, rows: Sequence[int], capacity: int) -> Self:
+        new = super().taken(rows, capacity)
+        if capacity and self.shift is not None:
+            new.shift = mx.take(self.shift, mx.array(list(rows), mx.int32), axis=0)
+        return new
+
+    def put(self, row: int, other: Self, like: mx.array) -> None:
+        super().put(row, other, like)
+        if other.shift is not None:
+            if self.shift is None:
+                self.shift = mx.zeros((like.shape[0], like.shape[1], 1, like.shape[3]))
+            self.shift = self.shift[...]
+            self.shift[row : row + 1] = other.shift
+
     def has_shift(self, dtype: mx.Dtype) -> bool:
         """Whether a middle is taken off keys of this type, once there are any."""
         return self.bits is not None and (dtype == mx.float32 or self.basis.mixed)
@@ -273,57 +327,6 @@ class KeyStore(GroupStore):
         ends = list(accumulate([*channels, *channels]))[:-1]
         each = list(mx.split(affine.astype(mx.float32), ends, axis=2))
         return words, list(bits), each[: len(words)], each[len(words) :]
-
-
-class PackedKeys(NamedTuple):
-    """Words [B, H, D, T · bits / 32], scales and zeros [B, H, D, T / G] float32."""
-
-    words: mx.array
-    scales: mx.array
-    zeros: mx.array
-    bits: int
-    group_size: int
-
-    @property
-    def channels(self) -> int:
-        return self.words.shape[2]
-
-    def scores(self, queries: mx.array) -> mx.array:
-        """queries [B, H, rows, D] float32 times the keys: [B, H, rows, T]."""
-        return self._product(queries, transpose=False)
-
-    def weighted(self, weights: mx.array) -> mx.array:
-        """weights [B, H, rows, T] float32 times the keys: [B, H, rows, D]."""
-        return self._product(weights, transpose=True)
-
-    def _product(self, x: mx.array, transpose: bool) -> mx.array:
-        return mx.quantized_matmul(
-            x,
-            self.words,
-            self.scales,
-            self.zeros,
-            transpose=transpose,
-            group_size=self.group_size,
-            bits=self.bits,
-        )
-
-
-class PlainKeys(NamedTuple):
-    """Keys [B, H, D, T] in float32."""
-
-    keys: mx.array
-
-    @property
-    def channels(self) -> int:
-        return self.keys.shape[2]
-
-    def scores(self, queries: mx.array) -> mx.array:
-        """As `PackedKeys.scores`."""
-        return queries @ self.keys
-
-    def weighted(self, weights: mx.array) -> mx.array:
-        """As `PackedKeys.weighted`."""
-        return weights @ self.keys.swapaxes(-1, -2)
 
 
 class ValueStore(GroupStore):

@@ -191,21 +191,24 @@ class Snapshot:
         new = np.arange(self.placed, self.placed + self.chunk)
         return np.concatenate([np.arange(self.sinks), old, new])
 
-    @cached_property
-    def _ring_shown(self) -> np.ndarray:
-        positions = _ring_positions(self.plan.sink, self.plan.ring, self.placed)
-        return _shown(positions, self, stored=False)
+    def ring_shown(self, slots: int | None = None) -> np.ndarray:
+        """Which slots show of a ring that has so many by now, or all: [queries, slots]."""
+        return _shown(self._ring_positions(slots), self, stored=False)
+
+    def store_shown(self) -> np.ndarray:
+        """Which slots of the store show: [queries, capacity · group]."""
+        return _shown(self._store_positions(), self, stored=True)
 
     @cached_property
     def ring_bias(self) -> mx.array | None:
         """Additive mask of the ring, [queries, sink + ring]; None if all of it shows."""
-        return _additive(self._ring_shown)
+        return additive(self.ring_shown())
 
     def ring_scores(self, batch: int, heads: int, repeats: int) -> mx.array:
         """The same in the shape of scores, [batch, heads, repeats · queries, sink + ring]."""
         shape = batch, heads, repeats
         if shape not in self._ring_scores:
-            bias = np.where(self._ring_shown, np.float32(0), np.float32(-np.inf))
+            bias = np.where(self.ring_shown(), np.float32(0), np.float32(-np.inf))
             self._ring_scores[shape] = mx.array(np.tile(bias, (batch, heads, repeats, 1)))
         return self._ring_scores[shape]
 
@@ -216,9 +219,7 @@ class Snapshot:
     @cached_property
     def store_bias(self) -> mx.array | None:
         """Additive mask of the store, [queries, capacity · group]; None if all of it shows."""
-        plan = self.plan
-        positions = _store_positions(plan.sink, plan.group, self.capacity, self.groups)
-        return _additive(_shown(positions, self, stored=True))
+        return additive(self.store_shown())
 
     @cached_property
     def slot_bias(self) -> mx.array | None:
@@ -237,7 +238,7 @@ class Snapshot:
     def chunk_bias(self) -> mx.array | None:
         """Additive mask of the chunk, [queries, chunk]; None if all of it shows."""
         positions = np.arange(self.placed, self.placed + self.chunk)
-        return _additive(_shown(positions, self, stored=False))
+        return additive(_shown(positions, self, stored=False))
 
     def block(self, start: int, stop: int) -> tuple[slice, mx.array | None]:
         """What rows ``start`` … ``stop - 1`` see beside the sinks, where sinks come first.
@@ -259,18 +260,28 @@ class Snapshot:
 
     @cached_property
     def _order(self) -> mx.array:
+        return mx.array(self.order())
+
+    def order(self, slots: int | None = None) -> np.ndarray:
         """Where dense arrays have what is in each slot; anywhere for a slot that is hidden."""
-        plan = self.plan
-        positions = np.concatenate(
-            [
-                _ring_positions(plan.sink, plan.ring, self.placed),
-                _store_positions(plan.sink, plan.group, self.capacity, self.groups),
-                np.arange(self.placed, self.placed + self.chunk),
-            ]
-        )
+        chunk = np.arange(self.placed, self.placed + self.chunk)
+        parts = [self._ring_positions(slots), self._store_positions(), chunk]
+        positions = np.concatenate(parts)
         stream = np.maximum(positions - min(self.low, self.placed), 0) + self.sinks
         order = np.where(positions < self.sinks, positions, stream)
-        return mx.array(np.clip(order, 0, self.length - 1).astype(np.uint32))
+        return np.clip(order, 0, self.length - 1).astype(np.uint32)
+
+    def _ring_positions(self, slots: int | None) -> np.ndarray:
+        plan = self.plan
+        if slots is None or slots == plan.sink + plan.ring:
+            return _ring_positions(plan.sink, plan.ring, self.placed)
+        positions = np.arange(slots)  # it is growing still: nothing has wrapped
+        positions[self.placed :] = -1
+        return positions
+
+    def _store_positions(self) -> np.ndarray:
+        plan = self.plan
+        return _store_positions(plan.sink, plan.group, self.capacity, self.groups)
 
 
 @lru_cache(maxsize=16)
@@ -333,10 +344,10 @@ def _block_bias(
     row = np.arange(rows)[:, None]
     sinks = np.arange(sink) - seen <= row
     stream = np.arange(width) - lead
-    return _additive(np.hstack([sinks, (stream <= row) & (stream > row - window)]))
+    return additive(np.hstack([sinks, (stream <= row) & (stream > row - window)]))
 
 
-def _additive(shown: np.ndarray) -> mx.array | None:
+def additive(shown: np.ndarray) -> mx.array | None:
     if shown.all():
         return None
     return mx.array(np.where(shown, np.float32(0), np.float32(-np.inf)))

@@ -68,19 +68,20 @@ class Rotation:
         ):
             raise ValueError("a rotation's frequencies are broken")
 
-    def turned(self, x: mx.array, by: int) -> mx.array:
-        """Keys x [B, H, T, D], each ``by`` positions later than it is; computed in float32."""
+    def turned(self, x: mx.array, by: int | mx.array) -> mx.array:
+        """Keys x [B, H, T, D], each ``by`` positions, or those of its row, later than it is;
+        computed in float32."""
         if self.dims == 0 or x.size == 0:
             return x
         # One token a row: they all turn by the same angle.
-        rows = x.astype(mx.float32).reshape(1, -1, 1, x.shape[-1])
+        rows = x.astype(mx.float32).reshape(x.shape[0], -1, 1, x.shape[-1])
         return self._apply(rows, by, self.scale).reshape(x.shape).astype(x.dtype)
 
-    def turned_back(self, x: mx.array, by: int) -> mx.array:
+    def turned_back(self, x: mx.array, by: int | mx.array) -> mx.array:
         """Queries x [B, H, L, D], ``by``, ``by`` + 1, … positions earlier, in float32."""
         return self._apply(x.astype(mx.float32), by, -self.scale)
 
-    def _apply(self, x: mx.array, offset: int, scale: float) -> mx.array:
+    def _apply(self, x: mx.array, offset: int | mx.array, scale: float) -> mx.array:
         rest = x.shape[-1] - self.dims if self.last else 0
         part = mx.fast.rope(
             x[..., rest:] if rest else x,
@@ -100,11 +101,14 @@ def _array(values: tuple[float, ...]) -> mx.array:
 
 
 class Moved(NamedTuple):
-    """Queries from ``row`` of a call on see the sinks ``by``, ``by`` + 1, … positions nearer."""
+    """Queries from ``row`` of a call on see the sinks ``by``, ``by`` + 1, … positions nearer.
+
+    In a batch, ``by`` is an array: of each of its rows.
+    """
 
     rotation: Rotation
     row: int
-    by: int
+    by: int | mx.array
 
     def sinks(self, x: mx.array) -> mx.array:
         """Sinks x [B, H, N, D] as the only query of a call sees them."""

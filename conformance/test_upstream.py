@@ -19,12 +19,11 @@ import pytest
 
 from .contract.upstream import FILES
 
-# mlx-lm 0.31's BatchGenerator bounds the model's caches itself where they are KVCache by class.
-LOST = (
-    {"test_batch_max_kv_size_creates_rotating_cache"}
-    if version("mlx-lm").startswith("0.31.")
-    else set()
-)
+# They ask for mlx_lm's caches by class.
+LOST = {
+    "test_batch_max_kv_size_creates_rotating_cache",
+    "test_batch_max_kv_size_none_creates_regular_cache",
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +52,25 @@ def directory(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """What became of each test: with mlx-lm as it is, and patched in full precision."""
-    root, found = Path(__file__).resolve().parents[1], []
-    for mode in ([], ["full"]):
-        command = [sys.executable, "-m", "conformance.contract.upstream", str(directory), *mode]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return found[0], found[1]
+def plain(directory: Path) -> dict[str, str]:
+    """What became of each test, with mlx-lm as it is."""
+    return outcomes(directory)
 
 
+def outcomes(directory: Path, *preset: str) -> dict[str, str]:
+    """What became of each test, patched with a preset if there is one."""
+    command = [sys.executable, "-m", "conformance.contract.upstream", str(directory), *preset]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("preset", ["none", "int8"])
 def test_as_many_stock_tests_pass_under_patch(
-    outcomes: tuple[dict[str, str], dict[str, str]],
+    plain: dict[str, str], directory: Path, preset: str
 ) -> None:
-    plain, patched = outcomes
+    patched = outcomes(directory, preset)
     assert plain.keys() == patched.keys()
     passed = {test for test, end in plain.items() if end == "passed"}
     assert len(passed) >= len(plain) - 4 > 35

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as mlx_caches
 
 from . import hooks
@@ -24,7 +25,17 @@ def _factory_hooks() -> tuple[dict[str, Hook], list[tuple[Any, str, Any]]]:
 
         return dispatch_make(model, max_kv_size)
 
-    return {"make_prompt_cache": Hook(mlx_caches.make_prompt_cache, make_prompt_cache)}, []
+    def _make_new_cache(self):
+        from mlx_kivi.patch import dispatch_new
+
+        return dispatch_new(self)
+
+    found = {"make_prompt_cache": Hook(mlx_caches.make_prompt_cache, make_prompt_cache)}
+    # mlx_lm 0.31 bounds caches of its own class here, and later ones ask for bounded ones.
+    theirs = getattr(BatchGenerator, "_make_new_cache", None)
+    if theirs is not None:
+        found["_make_new_cache"] = Hook(theirs, _make_new_cache)
+    return found, []
 
 
 _factory = HookSet(_factory_hooks)
@@ -110,3 +121,10 @@ def dispatch_make(model: Any, max_kv_size: int | None) -> list[Any]:
     for line in unconverted(model, caches):
         warnings.warn(f"mlx_kivi: {line}", UnconvertedCacheWarning, stacklevel=3)
     return caches
+
+
+def dispatch_new(generator: BatchGenerator) -> list[Any]:
+    """What runs in place of `BatchGenerator._make_new_cache`, where there is one."""
+    if _local_config.get() is None and _patched_config is None:
+        return _factory.original("_make_new_cache")(generator)
+    return dispatch_make(generator.model, generator.max_kv_size)

@@ -1,8 +1,8 @@
 """Run test files of mlx-lm's own with a tiny stand-in for the model that they download.
 
-``python -m conformance.contract.upstream DIRECTORY [full]`` prints, as one line of JSON, what
-became of each test in the directory's test_prompt_cache.py and test_generate.py; with ``full``,
-under `mlx_kivi.patch` in full precision.
+``python -m conformance.contract.upstream DIRECTORY [PRESET]`` prints, as one line of JSON, what
+became of each test in the directory's test_prompt_cache.py and test_generate.py; with the name of
+a preset ("none" is full precision), under `mlx_kivi.patch`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
     mlx_lm.utils.load = load
     sys.path.insert(0, directory)
     if mode:
-        mlx_kivi.patch(KVCacheConfig())
+        mlx_kivi.patch(KVCacheConfig.from_name(mode[0]))
     loader = unittest.TestLoader()
     suite = unittest.TestSuite(
         loader.loadTestsFromModule(importlib.import_module(name)) for name in FILES

@@ -90,7 +90,9 @@ class Bucket:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """A token for each row: keys [B, H, 1, D_k] and values [B, H, 1, D_v]."""
-        self._grow(max(row.plan.full_room(row.seen + 1, row.step) for row in self.rows))
+        first = self.rows[0]
+        if self.ring[0].shape[2] < first.plan.sink + first.plan.ring:
+            self._grow(max(row.plan.full_room(row.seen + 1, row.step) for row in self.rows))
         for i, row in enumerate(self.rows):
             if row.is_due():
                 whole = self.row(i)

@@ -210,7 +210,7 @@ class BucketSnapshot:
         return mx.array(np.stack([shot.order(self.slots) for shot in self.rows])[:, None, None])
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def bucket_snapshot(
     plan: Plan, slots: int, capacity: int, seen: tuple[Seen, ...]
 ) -> BucketSnapshot:
@@ -218,7 +218,7 @@ def bucket_snapshot(
     return BucketSnapshot(plan, slots, capacity, seen)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def _spread(shot: BucketSnapshot, heads: int, repeats: int) -> mx.array:
     bias = np.where(shot._ring_shown, np.float32(0), np.float32(-np.inf))[:, None, None]
     shape = len(shot.rows), heads, repeats, shot.slots

@@ -90,8 +90,9 @@ class BatchCache:
             raise ValueError(f"keys of {keys.shape[0]} rows do not fit a batch of {len(self)}")
         length = keys.shape[2]
         own = self._own(length)
+        handles = self._handles()
         one = length == 1 and all(n is None for n in self._left)
-        if one and len(self) > 1 and self._handles():
+        if one and len(self) > 1 and handles:
             self._last = self._step(keys, values)
             return self._last
         self._part()
@@ -103,12 +104,13 @@ class BatchCache:
             masks.append(row.make_mask(n) if n else None)
             if n:
                 row.append(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
-            rows.append(row.keys_and_values() if n else None)
-        if self._handles():
+            rows.append(None if not n else row.keys_and_values() if handles else row.view())
+        if handles:
             pair = [RowsHandle(rows, masks, own, _attend_one, which) for which in range(2)]
             self._last = pair[0], pair[1]
         else:
-            self._last = _padded(rows, keys), _padded(rows, values, 1)
+            own_keys, own_values = ([row and row.dense(i) for row in rows] for i in range(2))
+            self._last = _padded(own_keys, keys), _padded(own_values, values)
         return self._last
 
     def keys_and_values(self) -> tuple[Any, Any]:
@@ -231,6 +233,24 @@ class BatchCache:
         self._last = None
         return [row.trim(n) for row in self._rows][0]
 
+    @property
+    def keys(self) -> mx.array | None:
+        """The rows' buffers of keys, padded: models tie evaluation to them, by assignment."""
+        return self._rings(0)
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._assign(0, value)
+
+    @property
+    def values(self) -> mx.array | None:
+        """The same for values."""
+        return self._rings(1)
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._assign(1, value)
+
     # Size and state
 
     @property
@@ -293,6 +313,18 @@ class BatchCache:
         home = self._homes[i]
         return self._rows[i] if home is None else home[0].row(home[1])
 
+    def _rings(self, which: int) -> mx.array | None:
+        rows = [self._whole(i) for i in range(len(self))]
+        rings = [None if row.empty() else row._ring[which] for row in rows]
+        like = next((ring for ring in rings if ring is not None), None)
+        return None if like is None else _padded(rings, like)
+
+    def _assign(self, which: int, value: mx.array) -> None:
+        self._part()
+        for row, x in zip(self._rows, mx.split(value, len(self)), strict=True):
+            if not row.empty():
+                row._assign(which, x[:, :, : row._ring[which].shape[2]])
+
     def _settle_in(self, bucket: Bucket, where: Sequence[int]) -> None:
         for number, i in enumerate(where):
             self._homes[i] = bucket, number
@@ -354,12 +386,12 @@ def _attend_one(
     return own(queries, keys, values, None, scale, mask, sinks)
 
 
-def _padded(rows: Sequence[tuple[Any, Any] | None], like: mx.array, which: int = 0) -> mx.array:
-    """Keys (0) or values (1) of all rows in one array, each row's from the left."""
-    parts = [like[:1, :, :0] if row is None else row[which] for row in rows]
-    longest = max(1, *(x.shape[2] for x in parts))
-    pads = [[(0, 0), (0, 0), (0, longest - x.shape[2]), (0, 0)] for x in parts]
-    return mx.concatenate([mx.pad(x, pad) for x, pad in zip(parts, pads, strict=True)], axis=0)
+def _padded(parts: Sequence[mx.array | None], like: mx.array) -> mx.array:
+    """Keys or values of all rows in one array, each row's from the left."""
+    arrays = [like[:1, :, :0] if x is None else x for x in parts]
+    longest = max(1, *(x.shape[2] for x in arrays))
+    pads = [[(0, 0), (0, 0), (0, longest - x.shape[2]), (0, 0)] for x in arrays]
+    return mx.concatenate([mx.pad(x, pad) for x, pad in zip(arrays, pads, strict=True)], axis=0)
 
 
 @lru_cache(maxsize=16)

@@ -58,6 +58,8 @@ class QuantizedStreamingCache(Rewriting):
         # How the model's keys turn, and the position at which to re-base; the factory knows.
         self.rotation: Rotation | None = None
         self.rebase_at: int | None = None
+        # Whether the model can compute several rows of unequal length.
+        self.batches = True
         # What the layer's keys are like, if that was measured: a property of the model.
         self.balance: Balance | None = None
         self.reset()
@@ -290,7 +292,7 @@ class QuantizedStreamingCache(Rewriting):
         return BatchCache.merge
 
     def _mergeable(self) -> bool:
-        return True
+        return self.batches
 
     def kind(self) -> tuple[Any, ...]:
         """What rows have in common that share arrays."""

@@ -56,9 +56,19 @@ def test_without_our_attention_a_window_is_refused() -> None:
         matrix.logits(model, mx.zeros((1, 1), mx.int32), caches)
 
 
-def test_a_batch_of_mlx_lm_is_only_for_caches_without_a_window() -> None:
-    model = models.build("afm7")
-    policy = matrix.POLICIES["full precision"]
-    assert hasattr(mlx_kivi.make_prompt_cache(model, policy)[0], "merge")
-    bounded = policy.replace(sink=0, window=24)
-    assert not hasattr(mlx_kivi.make_prompt_cache(model, bounded)[0], "merge")
+def test_without_our_attention_a_batch_is_refused() -> None:
+    model, caches = fed("full precision")
+    batch = [cache.merge([cache, cache]) for cache in caches]
+    mlx_kivi.unpatch()
+    with pytest.raises(RuntimeError, match=r"call mlx_kivi\.patch\(\)"):
+        matrix.logits(model, mx.zeros((2, 1), mx.int32), batch)
+
+
+def test_handles_of_a_batch_say_how_many_keys_each_row_has_had() -> None:
+    model, caches = fed("int4 + sinks + window")
+    longer = copy.deepcopy(caches)
+    matrix.logits(model, mx.zeros((1, 9), mx.int32), longer)
+    batch = [cache.merge([cache, other]) for cache, other in zip(caches, longer, strict=True)]
+    matrix.logits(model, mx.zeros((2, 1), mx.int32), batch)
+    assert batch[-1].keys_and_values()[0].shape[2].tolist() == [113, 122]
+    assert batch[-1].extract(0).keys_and_values()[0].shape[2] == 113

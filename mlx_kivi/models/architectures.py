@@ -44,6 +44,9 @@ LATENT = {name for name, why in DENSE.items() if why == _MLA}
 # They are stored in 8 bits at least: a wrong choice costs more than a rounded score.
 INDEXED = {"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"}
 
+# Models that fail with the mask of a batch.
+ONE_ROW = {"phi3small"}
+
 PACKED = set(
     """
     Klear afm7 afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 dbrx

@@ -15,7 +15,7 @@ from ..cache.layout import can_pack
 from ..config import KVCacheConfig, with_max_kv_size
 from ..quantized_streaming_cache import QuantizedStreamingCache
 from . import basis_files
-from .architectures import INDEXED, READ_STATE, module_names, own_caches
+from .architectures import INDEXED, ONE_ROW, READ_STATE, module_names, own_caches
 from .calibration import Calibration, calibration, known, leaves
 from .chunked import ChunkedCache
 from .counted_keys import counting
@@ -81,6 +81,8 @@ def build(
     caches = latents(model, counting(model, caches))
     _give_rotations(model, config, caches)
     caches = restarting(model, config, caches)
+    for cache in ours(caches):
+        cache.batches = ONE_ROW.isdisjoint(module_names(model))
     moved = any(c.config.moves_keys and can_pack(c.config) for c in ours(caches))
     if balanced and packed and moved:
         for leaf, balance in zip(leaves(caches), calibrated(model).balances, strict=True):

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import hooks
+from ..batch_cache import BatchCache
 from ..config import KVCacheConfig
 from ..quantized_streaming_cache import QuantizedStreamingCache
 
@@ -314,5 +315,21 @@ def look_ahead() -> Iterator[LookAhead]:
 
 def dispatch_call(model: Any, inputs: mx.array, cache: Any) -> mx.array:
     """``__call__`` of a hooked model."""
-    original = hooks.attention.original(_modules(model)[0])
-    return forward(model, lambda ids, caches: original(model, ids, caches), inputs, cache)
+    module = _modules(model)[0]
+    own = hooks.attention.original(module)
+    if module.endswith("gpt_bigcode") and cache is not None and isinstance(cache[0], BatchCache):
+        own = _bigcode_in_a_batch
+    return forward(model, lambda ids, caches: own(model, ids, caches), inputs, cache)
+
+
+def _bigcode_in_a_batch(model: Any, inputs: mx.array, cache: list[BatchCache]) -> mx.array:
+    """gpt_bigcode, whose own code has one position for all rows."""
+    inner = model.transformer
+    positions = cache[0].offset[:, None] + mx.arange(inputs.shape[1])
+    hidden = inner.wte(inputs) + inner.wpe(positions)
+    mask = cache[0].make_mask(inputs.shape[1])
+    for layer, of_layer in zip(inner.h, cache, strict=True):
+        hidden = layer(hidden, mask, cache=of_layer)
+    out = inner.ln_f(hidden)
+    tied = model.args.tie_word_embeddings
+    return inner.wte.as_linear(out) if tied else model.lm_head(out)

@@ -213,9 +213,13 @@ def test_tokens_of_another_shape_are_refused_and_change_nothing(kind: Kind) -> N
 
 @our_kinds
 def test_nothing_that_mlx_lm_takes_for_its_own_quantised_cache_is_there(kind: Kind) -> None:
-    """`bits` would make mlx-lm's attention read tuples, `merge` put the cache into batches."""
+    """`bits` would make mlx-lm's attention read tuples."""
     assert not any(hasattr(kind.make(), name) for name in ("bits", "group_size"))
-    assert hasattr(kind.make(), "merge") == (kind.name == "full")
+
+
+@our_kinds
+def test_merge_says_that_a_cache_goes_into_batches(kind: Kind) -> None:
+    assert len(kind.make().merge([kind.make(), kind.make()])) == 2
 
 
 @our_kinds

@@ -228,25 +228,30 @@ def test_a_draft_model_needs_caches_that_nothing_was_evicted_from(
 # Batches
 
 
-@pytest.mark.parametrize("policy", [KVCacheConfig(), KVCacheConfig(sink=0, window=60)])
-def test_a_batch_in_full_precision_gives_the_tokens_of_each_prompt_alone(
-    policy: KVCacheConfig, llama: nn.Module, tokenizer: TokenizerWrapper
+@every_policy
+def test_a_batch_gives_the_tokens_of_each_prompt_alone(
+    name: str, llama: nn.Module, tokenizer: TokenizerWrapper
 ) -> None:
     prompts = [prompt(n).tolist() for n in (90, 12, 61)]
-    with mlx_kivi.patched(policy):
+    with mlx_kivi.patched(POLICIES[name]):
         together = batch_generate(llama, tokenizer, prompts, max_tokens=40).texts
         alone = [generate(llama, tokenizer, p, max_tokens=40) for p in prompts]
     assert together == alone
     assert len(set(alone)) == 3
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "bounded", "int4-bounded"])
-def test_a_batch_of_packed_caches_or_with_sinks_is_refused(name: str, llama: nn.Module) -> None:
-    with mlx_kivi.patched(POLICIES[name]):
-        batch = BatchGenerator(llama, max_tokens=4)
-        batch.insert([prompt(n).tolist() for n in (9, 12)])
-        with pytest.raises(ValueError, match="support batching"):
+@pytest.mark.parametrize("module", ["gpt2", "afm7", "llama4"])
+def test_what_does_not_go_into_a_batch_is_refused_before_any_work(module: str) -> None:
+    """Positions that restart, positions that are counted keys, and chunks of positions."""
+    model = models.build(module)
+    with mlx_kivi.patched(POLICIES["int4-bounded"]):
+        caches = [make_prompt_cache(model) for _ in range(2)]
+        batch = BatchGenerator(model, max_tokens=4)
+        batch.insert([prompt(n, 32).tolist() for n in (9, 12)], caches=caches)
+        with pytest.raises(ValueError, match="support batching") as caught:
             batch.next_generated()
+    assert "\n" not in str(caught.value)
+    assert all(cache.empty() for made in caches for cache in made)
 
 
 # Prompts used again, as mlx_lm.server does

@@ -226,7 +226,7 @@ class BatchCache:
         Returns:
             The number of tokens forgotten.
         """
-        n = min(n, *(row.offset for row in self._rows))
+        n = min(n, min((row.offset for row in self._rows), default=0))
         self._part()
         if n <= 0 or not all(row.can_trim(n) for row in self._rows):
             return 0

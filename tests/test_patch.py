@@ -17,7 +17,7 @@ import mlx_lm.models
 import pytest
 from helpers import ROOT
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache, hooks
@@ -229,14 +229,29 @@ def test_max_kv_size_bounds_the_cache_as_in_mlx_lm(tiny_llama: nn.Module) -> Non
     assert cache.size() == 0 and type(make_prompt_cache(tiny_llama)[0].config.window) is type(None)
 
 
-def test_a_policy_that_asks_for_nothing_leaves_max_kv_size_to_mlx_lm() -> None:
+def test_max_kv_size_keeps_its_sinks_alone_and_in_a_batch() -> None:
+    """mlx_lm's own bounded cache drops them where it goes into a batch (mlx-lm#1631)."""
+
     class Plain(nn.Module):
         layers = [None, None]
 
     int4 = KVCacheConfig.from_name("int4")
-    for config, want in ((KVCacheConfig(), RotatingKVCache), (int4, QuantizedStreamingCache)):
+    for config in (KVCacheConfig(), int4):
         with mlx_kivi.patched(config):
-            assert {type(cache) for cache in make_prompt_cache(Plain(), 64)} == {want}
+            caches = make_prompt_cache(Plain(), 64)
+        assert {type(cache) for cache in caches} == {QuantizedStreamingCache}
+        keys = mx.random.normal((1, 2, 200, 64), key=mx.random.key(0))
+        for cache in caches:
+            assert (cache.config.sink, cache.config.window) == (4, 60)
+            cache.update_and_fetch(keys, keys)
+        batch = caches[0].merge(caches)
+        for end in range(100, 200):
+            token = mx.concatenate([keys[:, :, end - 1 : end]] * 2)
+            batch.update_and_fetch(token, token)
+        for i in range(2):
+            held, _ = batch.extract(i).arrays()
+            assert held.shape[2] == 64
+            assert mx.array_equal(held[:, :, :4], keys[:, :, :4])
 
 
 def test_the_newest_patch_counts_and_one_unpatch_ends_all(tiny_llama: nn.Module) -> None:

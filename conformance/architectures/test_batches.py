@@ -21,7 +21,7 @@ def test_a_row_in_a_batch_is_the_row_alone_or_what_the_page_says(name: str, poli
     check(name, policy)
 
 
-NAMED = batches.DEVIATES.keys() | batches.STOCK_DEVIATES | batches.NONE | batches.WHOLE_CALL
+NAMED = {*batches.DEVIATES, *batches.STOCK_DEVIATES, *batches.NONE, *batches.WHOLE_CALL}
 
 
 # The others when the page is written: half a minute.

@@ -2,7 +2,7 @@
 
     python -m conformance.report
 
-One tiny random model a module generates under int4 + sinks + window.
+One tiny random model a module generates under int4 + sinks + window, alone and in a batch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import platform
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import mlx.core as mx
 
 import mlx_kivi
-from conformance.architectures import matrix, models
+from conformance.architectures import batches, matrix, models
 from conformance.architectures.reference import flat
 from mlx_kivi.models import basis_files
 from mlx_kivi.models.architectures import DENSE, INDEXED, LATENT, PACKED, own_caches
@@ -39,7 +41,7 @@ LEFT_ALONE = {
 }
 HEADER = (
     "| module | its caches | stored packed | keys' basis | read | a step unpacks | why "
-    "| left alone |"
+    "| left alone | in a batch |"
 )
 BALANCED, PLAIN = "balanced", "as they are"
 # What a step of one token unpacks, beside what is held.
@@ -64,7 +66,10 @@ class Row:
         left = ", ".join(kind for kind in LEFT_ALONE if kind in self.kinds)
         why = DENSE.get(self.name, "")
         how = f"{reads(self.name)} | {unpacks(self.name)} | {why}"
-        return f"| `{self.name}` | {kinds} | {self.stored} | {self.basis} | {how} | {left} |"
+        batch = batches.cell(self.name)
+        return (
+            f"| `{self.name}` | {kinds} | {self.stored} | {self.basis} | {how} | {left} | {batch} |"
+        )
 
     @property
     def stored(self) -> str:
@@ -103,7 +108,8 @@ def measure(name: str) -> Row:
     """Generate with a module.
 
     Raises:
-        RuntimeError: if anything of ours is not stored packed, or not read as the table says.
+        RuntimeError: if anything of ours is not stored packed, or not read as the table says, or
+            rows in a batch are not what `batches.cell` says.
     """
     model = models.build(name)
     if name in LATENT & INDEXED:  # fewer tokens than its indexer picks
@@ -123,6 +129,8 @@ def measure(name: str) -> Row:
     read = "packed at decode" if counts.latent else read
     if read != reads(name):
         raise RuntimeError(f"{name}: read {read}, and not {reads(name)}: mend the tables")
+    for policy in [None, POLICY]:
+        batches.check(name, policy)
     kinds = Counter(type(cache).__name__ for cache in flat(own_caches(model)))
     return Row(name, kinds, len(ours), bases(caches))
 
@@ -135,7 +143,21 @@ def document(rows: list[Row]) -> str:
     others = [f"`{row.name}` ({row.basis})" for row in packed if row.basis != BALANCED]
     taken = len(packed) - len(others)
     keep = [row for row in rows if row.ours]
-    whole = [row for row in keep if row.stored == "all"]
+    stored = [row for row in keep if row.stored == "all"]
+    as_alone = [row for row in rows if batches.cell(row.name).startswith("as alone")]
+    deviating = fill(
+        f"The stock batch deviates with these {len(batches.DEVIATES)}: {named(batches.DEVIATES)}; "
+        "and with",
+        100,
+    )
+    whole = fill(
+        f"`afm7` and `gpt_bigcode` are right with ours. {named(batches.WHOLE_CALL)} are right, "
+        "with both, if `prefill_step_size` is a multiple of 256, as it is by default: in other calls "
+        "`ssm_attn` of mlx-lm reads beyond the call to find the end of a row. With "
+        "mlx-lm 0.31 both deviate there in any case; so do, with the stock caches alone, "
+        f"{named(batches.MASKED_BLINDLY)} (mlx-lm issue 1906).",
+        100,
+    )
     # Bytes a channel that a step takes, as `Part.step_bytes` of mlx_kivi.report counts them.
     each = (0, 10), (10, 10), (8, 10)
     part, latents, on_cpu = (size((512 * a + 64 * b) * 32_768) for a, b in each)
@@ -147,7 +169,7 @@ Written by `python -m conformance.report`; the tests in `conformance/architectur
 module, under {len(matrix.POLICIES)} policies, with the stock caches or a dense reference.
 
 - {len(rows)} of {len(rows)} generate.
-- {len(whole)} of the {len(keep)} that have caches of keys and values store them packed, in every
+- {len(stored)} of the {len(keep)} that have caches of keys and values store them packed, in every
   attention layer. A window that the model was trained with is left unpacked where it is so small
   that packing it does not pay.
 - {by_read["packed"]} are read packed: their attention works on quantised data, through handles.
@@ -184,10 +206,25 @@ itself: RoPE on a part of a head, norms of queries and keys, trained windows, la
 their keys. Learned sinks are logits of their own and meet no key. Scores that are capped (`gemma2`)
 are computed by the model itself, which gets arrays.
 
+## In a batch
+
+Three rows of unequal length, two prompts each and steps, beside each of the rows alone.
+
+- {len(as_alone)} of {len(rows)} are `as alone`: the logits of each row are those of the row alone.
+- {len(batches.DEVIATES)} are `as mlx-lm's`: what the model itself does with padding is wrong, with
+  the stock caches and with ours. The row without padding, the longest, is as alone.
+- {len(batches.NONE)} can't be batched, and say so before any work.
+
+{deviating}
+
+{chr(10).join(f"- `{name}`: {why}." for name, why in batches.STOCK_DEVIATES.items())}
+
+{whole}
+
 ## The table
 
 {HEADER}
-|---|---|---|---|---|---|---|---|
+|---|---|---|---|---|---|---|---|---|
 {chr(10).join(row.line for row in rows)}
 
 ## Left alone
@@ -210,6 +247,11 @@ are computed by the model itself, which gets arrays.
 - `bitnet` and `muse_spark` need Metal, and `olmo` fails in mlx-lm itself: the tests put plain mlx
   in place of the kernels, and an additive mask in place of olmo's.
 """
+
+
+def named(names: Iterable[str]) -> str:
+    """Names in a sentence."""
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def rows_of_the_page() -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ import mlx_lm.models
 import pytest
 
 from conformance import report
-from conformance.architectures import models
+from conformance.architectures import batches, models
 from mlx_kivi.models.architectures import DENSE, INDEXED, PACKED
 
 
@@ -63,16 +63,30 @@ def test_the_page_agrees_with_the_table() -> None:
     page, rows = report.PATH.read_text(), report.rows_of_the_page()
     assert "python -m conformance.report" in page
     assert set(rows) == set(models.CONFIGS)
-    for name, (kinds, stored, basis, read, unpacks, why, left) in rows.items():
+    for name, (kinds, stored, basis, read, unpacks, why, left, batch) in rows.items():
         assert read == report.reads(name), name
         assert unpacks == report.unpacks(name), name
         assert why == DENSE.get(name, ""), name
         assert left == ", ".join(kind for kind in report.LEFT_ALONE if f" {kind}" in kinds), name
+        assert batch == batches.cell(name), name  # test_batches.py measures it
         assert (stored == "none") is (read == "none") is (basis == ""), name
     counts = Counter(read for _, _, _, read, *_ in rows.values())
     assert f"- {counts['packed']} are read packed:" in page
     assert f"- {counts['packed at decode']} are read packed at decode:" in page
     assert f"- {counts['arrays']} get arrays," in page
+
+
+def test_the_page_names_the_modules_whose_batches_deviate() -> None:
+    page, rows = report.PATH.read_text(), report.rows_of_the_page()
+    section = page.split("## In a batch")[1].split("## ")[0]
+    cells = Counter(row[-1].split(":")[0].split(",")[0].split(";")[0] for row in rows.values())
+    assert f"- {cells['as alone']} of {len(rows)} are `as alone`" in section
+    as_stock = "as mlx-lm's"
+    assert f"- {cells[as_stock]} are `{as_stock}`" in section
+    assert f"- {cells['no']} can't be batched" in section
+    deviating = batches.DEVIATES.keys() | batches.STOCK_DEVIATES | batches.WHOLE_CALL
+    assert deviating <= set(re.findall(r"`([^`]+)`", section))
+    assert not batches.DEVIATES.keys() & batches.NONE and deviating <= set(rows)
 
 
 def test_at_least_95_modules_read_packed_take_the_balanced_basis() -> None:

@@ -152,8 +152,8 @@ def document(rows: list[Row]) -> str:
     )
     whole = fill(
         f"`afm7` and `gpt_bigcode` are right with ours. {named(batches.WHOLE_CALL)} are right, "
-        "with both, if `prefill_step_size` is a multiple of 256, as it is by default: in other calls "
-        "`ssm_attn` of mlx-lm reads beyond the call to find the end of a row. With "
+        "with both, if `prefill_step_size` is a multiple of 256, as it is by default: in other "
+        "calls `ssm_attn` of mlx-lm reads beyond the call to find the end of a row. With "
         "mlx-lm 0.31 both deviate there in any case; so do, with the stock caches alone, "
         f"{named(batches.MASKED_BLINDLY)} (mlx-lm issue 1906).",
         100,

@@ -11,10 +11,8 @@ from conformance.architectures.batches import check
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        (name, policy)
+        (name, "int4 + sinks + window" if name in models.bounded() else "int4")
         for name in models.names()
-        for policy in ("int4", "int4 + sinks + window")
-        if policy == "int4" or name in models.bounded()
     ],
 )
 def test_a_row_in_a_batch_is_the_row_alone_or_what_the_page_says(name: str, policy: str) -> None:

@@ -119,7 +119,7 @@ def test_max_kv_size_bounds_each_row_and_keeps_its_sinks(
 
 
 @pytest.mark.parametrize("name", ["int8", "int4 window", "window"])
-@pytest.mark.parametrize("module", ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2", "jamba"])
+@pytest.mark.parametrize("module", ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2"])
 def test_models_with_windows_sinks_and_states_of_their_own(module: str, name: str) -> None:
     model = models.build(module)
     asked = prompts([80, 5, 110], vocabulary=128)
@@ -164,8 +164,8 @@ def pool(request: pytest.FixtureRequest, small: nn.Module) -> Iterator[list[Any]
 
 
 def test_rows_join_and_leave_by_any_schedule(small: nn.Module, pool: list[Any]) -> None:
-    """100 schedules a policy, several rows leaving in one step while others join."""
-    for seed in range(100):
+    """80 schedules a policy, several rows leaving in one step while others join."""
+    for seed in range(80):
         rng = random.Random(seed)
         batch = BatchGenerator(
             small,

@@ -180,19 +180,13 @@ def test_a_batch_takes_what_its_rows_take(name: str) -> None:
     rows = rows_of(CONFIGS[name], lengths, 20, heads=(1, 1))
     batch = batch_of(rows)
     prompt(batch, rows, lengths, chunk=2100)
-    assert len(batch.state) == 4  # taken after every prompt: nothing waits to be placed
-    assert batch.nbytes == sum(row.cache.nbytes for row in settled(rows))
+    assert all(row.cache.state for row in rows) and batch.state  # puts in its place what waits
+    assert batch.nbytes == sum(row.cache.nbytes for row in rows)
     for _ in range(18):
         call(batch, rows)
-    assert batch.nbytes <= 1.25 * sum(row.cache.nbytes for row in settled(rows))
+    assert batch.nbytes <= 1.25 * sum(row.cache.nbytes for row in rows)
     batch.filter([1, 2, 3])
-    assert batch.nbytes <= 1.25 * sum(row.cache.nbytes for row in settled(rows[1:]))
-
-
-def settled(rows: list[Row]) -> list[Row]:
-    for row in rows:
-        assert row.cache.state
-    return rows
+    assert batch.nbytes <= 1.25 * sum(row.cache.nbytes for row in rows[1:])
 
 
 # Rows come and go
@@ -286,7 +280,6 @@ def test_rows_that_join_after_others_have_wrapped(config: KVCacheConfig) -> None
 
 
 def test_rows_of_unlike_settings_are_apart_and_right() -> None:
-    """Which a batch of one layer never has, but what is merged may come from anywhere."""
     rows = [new_row(config, 160, i) for i, config in enumerate(CONFIGS.values())]
     batch = batch_of(rows)
     prompt(batch, rows, [20 + 9 * i for i in range(len(rows))])
@@ -376,6 +369,18 @@ def test_rows_with_repositioned_sinks_and_rebasing(bits: int | None, before: lis
             assert all(row.cache.offset < row.seen + REBASE_AT - 300 for row in rows[:1])
 
 
+@pytest.mark.parametrize("config", [INT4, KVCacheConfig(sink=3, window=40)], ids=["int4", "full"])
+def test_a_row_that_rebases_in_the_step_that_joins_it(config: KVCacheConfig) -> None:
+    """Its keys are turned, and its groups packed, in the step after, as alone."""
+    for length in range(60, 67):
+        rows = turning(config, 2, [64])
+        batch = batch_of(rows)
+        prompt(batch, rows, [length, 90], atol=1e-4)
+        for _ in range(4):
+            call(batch, rows, atol=1e-4)
+        check(batch, rows)
+
+
 # Errors
 
 
@@ -392,6 +397,4 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     two.update_and_fetch(*[mx.zeros((2, 2, 5, 32))] * 2)
     with pytest.raises(ValueError, match="^a batch is made of caches of one sequence"):
         BatchCache.merge([two])
-    with pytest.raises(ValueError, match="nothing was fetched"):
-        batch_of(rows).keys_and_values()
     check(batch, rows)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 from batches import same
 from mlx.utils import tree_map
-from mlx_lm.generate import BatchGenerator, batch_generate, generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import (
     load_prompt_cache,
     make_prompt_cache,
@@ -20,12 +20,10 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlx_kivi
 from conformance.architectures import models
 from conformance.common import tiny_llama
-from conformance.contract import tokenizers
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 
 PACKED = {"group_size": 32, "residual_length": 16}
@@ -51,11 +49,6 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 @pytest.fixture(scope="module")
 def llama() -> nn.Module:
     return sharp(tiny_llama(3))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> TokenizerWrapper:
-    return tokenizers.wrapped()
 
 
 def sharp(model: nn.Module) -> nn.Module:
@@ -89,19 +82,18 @@ def agree(got: Sequence[int], want: list[tuple[int, mx.array]]) -> None:
             return
 
 
-# batch_generate
+# Prompts together
 
 
 @every_policy
 def test_prompts_of_five_lengths_get_their_own_tokens(
-    policy: KVCacheConfig, llama: nn.Module, tokenizer: TokenizerWrapper
+    policy: KVCacheConfig, llama: nn.Module
 ) -> None:
     asked = prompts(LENGTHS)
     with mlx_kivi.patched(policy):
-        together = batch_generate(
-            llama, tokenizer, asked, max_tokens=40, return_token_ids=True, prefill_step_size=64
-        ).token_ids
-        for got, tokens in zip(together, asked, strict=True):
+        batch = BatchGenerator(llama, max_tokens=40, prefill_step_size=64)
+        done = finished(batch, batch.insert(asked))
+        for (got, _), tokens in zip(done.values(), asked, strict=True):
             agree(got, alone(llama, tokens, 40, prefill_step_size=64))
 
 
@@ -259,16 +251,14 @@ def test_processors_of_one_row_are_its_own(name: str, llama: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4 window"])
 def test_returned_caches_are_saved_loaded_trimmed_and_gone_on_from(
-    name: str, llama: nn.Module, tokenizer: TokenizerWrapper, tmp_path: Path
+    name: str, llama: nn.Module, tmp_path: Path
 ) -> None:
     asked = prompts([60, 9, 130])
     with mlx_kivi.patched(POLICIES[name]):
-        response = batch_generate(
-            llama, tokenizer, asked, max_tokens=30, return_prompt_caches=True, return_token_ids=True
-        )
-        for i, (caches, tokens) in enumerate(zip(response.caches, asked, strict=True)):
+        batch = BatchGenerator(llama, max_tokens=30)
+        done = finished(batch, batch.insert(asked))
+        for i, ((got, caches), tokens) in enumerate(zip(done.values(), asked, strict=True)):
             assert {type(c) for c in caches} == {QuantizedStreamingCache}
-            got = response.token_ids[i]
             assert {c.offset for c in caches} == {len(tokens) + len(got)}
             path = str(tmp_path / f"{i}.safetensors")
             save_prompt_cache(path, caches)
@@ -285,9 +275,7 @@ def test_returned_caches_are_saved_loaded_trimmed_and_gone_on_from(
 
 
 @pytest.mark.parametrize("name", ["int4", "int4 window", "window"])
-def test_caches_that_are_handed_in_stay_as_they_are(
-    name: str, llama: nn.Module, tokenizer: TokenizerWrapper
-) -> None:
+def test_caches_that_are_handed_in_stay_as_they_are(name: str, llama: nn.Module) -> None:
     before, asked = prompts([120, 1, 50], seed=1), prompts([9, 30, 2], seed=2)
     with mlx_kivi.patched(POLICIES[name]):
         given = [make_prompt_cache(llama) for _ in range(4)]
@@ -295,9 +283,9 @@ def test_caches_that_are_handed_in_stay_as_they_are(
             llama(mx.array([tokens]), cache=caches)
         asked.append(prompts([20], seed=3)[0])  # with empty caches
         states = [[c.state for c in caches] for caches in given]
-        got = batch_generate(
-            llama, tokenizer, asked, given, max_tokens=40, return_token_ids=True
-        ).token_ids
+        batch = BatchGenerator(llama, max_tokens=40)
+        done = finished(batch, batch.insert(asked, caches=given))
+        got = [tokens for tokens, _ in done.values()]
         assert all(
             same(cache.state, state)
             for caches, kept in zip(given, states, strict=True)

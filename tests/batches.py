@@ -147,4 +147,3 @@ def check(batch: BatchCache, rows: Sequence[Row]) -> None:
         # A copy: what is saved is placed first, and forgotten tokens then leave other traces.
         alone = copy.deepcopy(row.cache)
         assert same(taken.state, alone.state), f"row {i} of {len(rows)}"
-        assert taken.nbytes <= alone.nbytes

@@ -63,7 +63,7 @@ def test_prompts_then_steps_give_each_row_what_it_gives_alone(
 # Padding
 
 
-@pytest.mark.parametrize("padding", [math.nan, 1e30, -math.inf])
+@pytest.mark.parametrize("padding", [math.nan, 1e30])
 @packed_or_arrays
 @pytest.mark.parametrize("name", ["full", "window", "int8", "int4 window"])
 def test_padding_is_never_read_and_never_stored(name: str, packed: bool, padding: float) -> None:
@@ -125,9 +125,7 @@ def test_rows_around_the_length_of_a_window(name: str, window: int, packed: bool
 
 
 @packed_or_arrays
-@pytest.mark.parametrize(
-    ("count", "heads"), [(33, (1, 1)), (1, (2, 2)), (3, (1, 4)), (3, (2, 1)), (2, (3, 2))]
-)
+@pytest.mark.parametrize(("count", "heads"), [(33, (1, 1)), (1, (2, 2)), (3, (1, 4)), (2, (3, 2))])
 def test_any_number_of_rows_and_of_heads(count: int, heads: tuple[int, int], packed: bool) -> None:
     lengths = [(13 * i) % 90 + 1 for i in range(count)]
     rows = rows_of(INT4.replace(window=110), lengths, 35, heads=heads, packed=packed, seed=1)
@@ -158,8 +156,8 @@ def test_learned_sinks_are_in_every_rows_softmax(config: KVCacheConfig, packed: 
 
 @packed_or_arrays
 @pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("window", [1, 25, 70, 500])
-@pytest.mark.parametrize("name", ["full", "window", "int4", "int4 window"])
+@pytest.mark.parametrize("window", [1, 25, 500])
+@pytest.mark.parametrize("name", ["full", "int4 window"])
 def test_a_narrower_window_of_the_models_own(
     name: str, window: int, additive: bool, packed: bool
 ) -> None:
@@ -170,6 +168,25 @@ def test_a_narrower_window_of_the_models_own(
     for _ in range(30):
         call(batch, rows, window=window, additive=additive)
     check(batch, rows)
+
+
+# Size
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "int4 window"])
+def test_a_batch_takes_what_its_rows_take(name: str) -> None:
+    """A long row does not make short ones long."""
+    lengths = [2100, 60, 100, 80]
+    rows = rows_of(CONFIGS[name], lengths, 20, heads=(1, 1))
+    batch = batch_of(rows)
+    prompt(batch, rows, lengths, chunk=2100)
+    assert all(row.cache.state for row in rows) and batch.state  # puts in its place what waits
+    assert batch.nbytes == sum(row.cache.nbytes for row in rows)
+    for _ in range(18):
+        call(batch, rows)
+    assert batch.nbytes <= 1.25 * sum(row.cache.nbytes for row in rows)
+    batch.filter([1, 2, 3])
+    assert batch.nbytes <= 1.25 * sum(row.cache.nbytes for row in rows[1:])
 
 
 # Rows come and go
@@ -263,7 +280,6 @@ def test_rows_that_join_after_others_have_wrapped(config: KVCacheConfig) -> None
 
 
 def test_rows_of_unlike_settings_are_apart_and_right() -> None:
-    """Which a batch of one layer never has, but what is merged may come from anywhere."""
     rows = [new_row(config, 160, i) for i, config in enumerate(CONFIGS.values())]
     batch = batch_of(rows)
     prompt(batch, rows, [20 + 9 * i for i in range(len(rows))])
@@ -338,19 +354,31 @@ def turning(config: KVCacheConfig, count: int, before: list[int]) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4, 2])
-@pytest.mark.parametrize("before", [[0], [130], [100, 150, 117]])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("before", [[0], [20], [100, 150, 117]])
 def test_rows_with_repositioned_sinks_and_rebasing(bits: int | None, before: list[int]) -> None:
     config = KVCacheConfig(k_bits=bits, v_bits=bits, sink=4, window=90, reposition=True, **PACKED)
     for one in (config, config.replace(reposition=False)):
         rows = turning(one, 3, before)
         batch = batch_of(rows)
-        prompt(batch, rows, [110, 40, 96], atol=1e-4)
+        prompt(batch, rows, [110, 10, 96], atol=1e-4)
         for _ in range(70):
             call(batch, rows, atol=1e-4)
         check(batch, rows)
         if before[0]:
             assert all(row.cache.offset < row.seen + REBASE_AT - 300 for row in rows[:1])
+
+
+@pytest.mark.parametrize("config", [INT4, KVCacheConfig(sink=3, window=40)], ids=["int4", "full"])
+def test_a_row_that_rebases_in_the_step_that_joins_it(config: KVCacheConfig) -> None:
+    """Its keys are turned, and its groups packed, in the step after, as alone."""
+    for length in range(60, 67):
+        rows = turning(config, 2, [64])
+        batch = batch_of(rows)
+        prompt(batch, rows, [length, 90], atol=1e-4)
+        for _ in range(4):
+            call(batch, rows, atol=1e-4)
+        check(batch, rows)
 
 
 # Errors
@@ -369,6 +397,4 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     two.update_and_fetch(*[mx.zeros((2, 2, 5, 32))] * 2)
     with pytest.raises(ValueError, match="^a batch is made of caches of one sequence"):
         BatchCache.merge([two])
-    with pytest.raises(ValueError, match="nothing was fetched"):
-        batch_of(rows).keys_and_values()
     check(batch, rows)

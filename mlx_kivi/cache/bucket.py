@@ -31,12 +31,11 @@ class Bucket:
     """Rows of like settings.
 
     Args:
-        rows: Caches of one row, of equal `kind`, each with at least one token.
+        rows: Caches of one row, of equal `kind`, whose last call was of one token. What is due
+            after that call stays due: its queries have yet to see the keys as they are.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            row._settle()
         slots = max(row._ring[0].shape[2] for row in rows)
         capacity = max(row._stores[0].capacity for row in rows)
         keys, values = zip(*(row._ring for row in rows), strict=True)

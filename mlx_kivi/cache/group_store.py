@@ -94,6 +94,8 @@ class GroupStore:
 
     def put(self, row: int, other: Self, like: mx.array) -> None:
         """Make one row what another store of one row is, which has no fewer groups."""
+        if not other.capacity:
+            return
         self.reserve(other.capacity, like)
         self.arrays = [array[...] for array in self.arrays]
         for array, part in zip(self.arrays, other.arrays, strict=True):

@@ -40,11 +40,13 @@ def merged(each: list[list[Any]]) -> list[Any]:
     return [row[0].merge(list(row)) for row in zip(*each, strict=True)]
 
 
-def filled(model: Any, name: str, lengths: list[int]) -> list[list[Any]]:
+def filled(
+    model: Any, name: str, lengths: list[int], dtype: mx.Dtype = mx.float32
+) -> list[list[Any]]:
     each = []
     for tokens in lengths:
         cache = caches(model, name)
-        fill(model, cache, tokens, mx.float32)
+        fill(model, cache, tokens, dtype)
         each.append(cache)
     return each
 
@@ -129,23 +131,30 @@ def against_alone(model: Any, name: str, rounds: int) -> dict[str, Any]:
 
 
 def against_stock(model: Any, name: str, lengths: list[int], rounds: int) -> dict[str, Any]:
-    each = filled(model, name, lengths)
-    alone = sum(map(nbytes, each))
-    ours, stock = merged(each), merged(filled(model, "stock", lengths))
+    ours, stock = (merged(filled(model, kind, lengths)) for kind in (name, "stock"))
     sides = {
         "ours": lambda: burst(model, ours, len(lengths)),
         "stock": lambda: burst(model, stock, len(lengths)),
     }
-    result = in_turn(sides, rounds)
+    return in_turn(sides, rounds) | sizes(model, name, lengths)
+
+
+def sizes(model: Any, name: str, lengths: list[int]) -> dict[str, float]:
+    """Bytes of a batch in float16, after a step."""
+    each = filled(model, name, lengths, mx.float16)
+    alone = sum(map(nbytes, each))
+    batch, stock = merged(each), merged(filled(model, "stock", lengths, mx.float16))
     args = model.args
     head = args.head_dim or args.hidden_size // args.num_attention_heads
-    each_token = 2 * 2 * args.num_key_value_heads * head * len(model.layers)
-    held = sum(lengths) + len(lengths) * BURST * (rounds + 1)
-    return result | {
-        "bytes_to_fp16": nbytes(ours) / (each_token * held),
-        "bytes_to_stock_in_fp16": nbytes(ours) / (nbytes(stock) / 2),
-        "bytes_to_alone": nbytes(ours) / alone,
-        "MB": nbytes(ours) / 1e6,
+    token = mx.zeros((len(lengths), args.num_key_value_heads, 1, head), mx.float16)
+    for layer in (*batch, *stock):
+        layer.update_and_fetch(token, token)
+    tokens = 2 * args.num_key_value_heads * head * len(model.layers) * sum(lengths)
+    return {
+        "MB": nbytes(batch) / 1e6,
+        "bytes to the rows alone": nbytes(batch) / alone,
+        "bytes to stock's batch": nbytes(batch) / nbytes(stock),
+        "bytes to the tokens in fp16": nbytes(batch) / (2 * tokens),
     }
 
 

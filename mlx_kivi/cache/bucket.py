@@ -79,11 +79,14 @@ class Bucket:
         """One of these rows alone."""
         new = copy.copy(self)
         new.rows = [copy.copy(self.rows[i]) for i in which]
-        keys, values = (_taken(x, which) for x in self.ring)
+        # No more room than the longest of them takes.
+        slots = max(row.plan.full_room(row.seen, row.step) for row in new.rows)
+        keys, values = (_taken(x[:, :, :slots], which) for x in self.ring)
         new.ring = keys, values
         keys, values = (_taken(x, which) for x in self.margin)
         new.margin = keys, values
-        capacity = self.stores[0].capacity
+        room = max(row.plan.room(row._groups) for row in new.rows)
+        capacity = min(self.stores[0].capacity, room)
         new.stores = self.stores[0].taken(which, capacity), self.stores[1].taken(which, capacity)
         return new
 

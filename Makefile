@@ -15,8 +15,9 @@ EXTRAS := cpu,test
 OPENBLAS := $(shell PATH="$$PATH:/sbin:/usr/sbin"; ldconfig -p 2>/dev/null | \
 	awk '$$1 == "libopenblas.so.0" { print $$NF; exit }')
 endif
-# CI tests another environment's python too.
+# CI tests another environment's python too, with arguments of its own.
 RUNS := .venv/bin/python
+ARGS :=
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) )$(RUNS)
 MODEL := models/SmolLM2-135M-Instruct
 
@@ -29,7 +30,7 @@ demo: model
 
 # One BLAS thread a worker: the workers already share the cores.
 test: model
-	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: env
 	.venv/bin/ruff check

@@ -240,9 +240,9 @@ def test_a_batch_gives_the_tokens_of_each_prompt_alone(
     assert len(set(alone)) == 3
 
 
-@pytest.mark.parametrize("module", ["gpt2", "afm7", "llama4"])
+@pytest.mark.parametrize("module", ["gpt2", "phi3small", "llama4"])
 def test_what_does_not_go_into_a_batch_is_refused_before_any_work(module: str) -> None:
-    """Positions that restart, positions that are counted keys, and chunks of positions."""
+    """Positions that restart, a mask that takes no batch, and chunks of positions."""
     model = models.build(module)
     with mlx_kivi.patched(POLICIES["int4-bounded"]):
         caches = [make_prompt_cache(model) for _ in range(2)]

@@ -14,15 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from . import hooks
-from .cache.batch_attention import BucketsHandle, RowsHandle
+from .cache.batch_attention import BucketsHandle, RowsHandle, masks_of
 from .cache.bucket import Bucket
 
 # Rows of at most so many tokens are of one length: less than that costs no time to read.
 _SHORT = 512
-_HIDDEN = 2**30  # a position that no query reaches
 
 
 class BatchCache:
@@ -137,34 +135,7 @@ class BatchCache:
         )
         if self._handles() and not narrowed and not return_array:
             return "causal" if N > 1 else None
-        parts = [
-            row.columns(n) if n else np.zeros(1, int)
-            for row, n in zip(self._rows, own, strict=True)
-        ]
-        columns = np.full((len(parts), max(map(len, parts))), _HIDDEN)
-        rows = np.zeros((len(parts), N), int)
-        sinks = np.zeros(columns.shape, bool)
-        for i, (row, part, n) in enumerate(zip(self._rows, parts, own, strict=True)):
-            # Counted from the first query: a stream may be longer than int32 counts.
-            if n:
-                columns[i, : len(part)] = np.maximum(part - row.seen, -_HIDDEN)
-                sinks[i, : len(part)] = part < row.plan.sink
-                rows[i] = np.minimum(np.arange(N), n - 1)
-            else:
-                columns[i, 0] = 0  # padding, which sees something
-        k, q = mx.array(columns.astype(np.int32))[:, None, None], mx.array(rows.astype(np.int32))
-        q = q[:, None, :, None]
-        mask = k <= q
-        windows = [
-            _HIDDEN if row.plan.window is None else min(row.plan.window, _HIDDEN)
-            for row in self._rows
-        ]
-        if any(n and row.cuts(n) for row, n in zip(self._rows, own, strict=True)):
-            window = mx.array(windows, mx.int32)[:, None, None, None]
-            mask = mask & ((k > q - window) | mx.array(sinks)[:, None, None])
-        if narrowed and window_size is not None:
-            mask = mask & (k > q - window_size)
-        return mask
+        return masks_of(self._rows, own, N, window_size if narrowed else None)
 
     # Prompts of unequal length
 
@@ -178,8 +149,10 @@ class BatchCache:
         """Say how many tokens of the calls to come are each row's own; padding follows them.
 
         Raises:
-            ValueError: for padding on the left.
+            ValueError: for padding on the left, or on the right without lengths.
         """
+        if lengths is None and right_padding is not None and max(right_padding) > 0:
+            raise ValueError("padding on the right: give lengths, each row's own tokens, too")
         if left_padding is not None and max(left_padding) > 0:
             raise ValueError("padding on the left: put it on the right, and give lengths")
         if lengths is not None:

@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .attention import CacheHandle, CacheView, attend
+from .reading import Reading
+
+_HIDDEN = 2**30  # a position that no query reaches
 
 Mask = mx.array | str | None
 Attend = Callable[[mx.array, Any, Any, float, Mask, mx.array | None], mx.array]
@@ -130,3 +134,36 @@ class BucketsHandle(CacheHandle):
             outputs.append(attend(queries[index], view, scale, part, sinks))
         back = sorted(range(len(order)), key=order.__getitem__)
         return mx.concatenate(outputs, axis=0)[mx.array(back, mx.int32)]
+
+
+def masks_of(
+    rows: Sequence[Reading], own: Sequence[int], length: int, window_size: int | None
+) -> mx.array:
+    """What the next ``length`` tokens of each row may see of its own, the first ``own`` of them.
+
+    Args:
+        window_size: A window of the model's own, where it hides more than the policy does.
+
+    Returns:
+        Boolean, [B, 1, length, T]: each row's tokens in order, from the left.
+    """
+    parts = [row.columns(n) if n else np.zeros(1, int) for row, n in zip(rows, own, strict=True)]
+    keys = np.full((len(parts), max(map(len, parts))), _HIDDEN)
+    queries = np.zeros((len(parts), length), int)
+    sinks = np.zeros(keys.shape, bool)
+    for i, (row, part, n) in enumerate(zip(rows, parts, own, strict=True)):
+        # Counted from the first query: a stream may be longer than int32 counts.
+        if n:
+            keys[i, : len(part)] = np.maximum(part - row._count, -_HIDDEN)
+            sinks[i, : len(part)] = part < row.plan.sink
+            queries[i] = np.minimum(np.arange(length), n - 1)
+        else:
+            keys[i, 0] = 0  # padding, which sees something
+    k = mx.array(keys.astype(np.int32))[:, None, None]
+    q = mx.array(queries.astype(np.int32))[:, None, :, None]
+    mask = k <= q
+    if any(n and row.cuts(n) for row, n in zip(rows, own, strict=True)):
+        windows = [min(row.plan.window or _HIDDEN, _HIDDEN) for row in rows]
+        window = mx.array(windows, mx.int32)[:, None, None, None]
+        mask = mask & ((k > q - window) | mx.array(sinks)[:, None, None])
+    return mask if window_size is None else mask & (k > q - window_size)

@@ -197,7 +197,8 @@ def test_nbytes_is_what_the_process_holds(name: str) -> None:
     run(cache, stream, chunks)
     gc.collect()
     held = mx.get_active_memory() - before
-    assert abs(held - cache.nbytes) <= 0.02 * cache.nbytes + 50_000
+    # Masks and tables that are remembered come and go; full precision would be 2 MB.
+    assert abs(held - cache.nbytes) <= 0.02 * cache.nbytes + 100_000
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "int4", "int2"])

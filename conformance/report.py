@@ -155,7 +155,8 @@ def document(rows: list[Row]) -> str:
         "with both, if `prefill_step_size` is a multiple of 256, as it is by default: in other "
         "calls `ssm_attn` of mlx-lm reads beyond the call to find the end of a row. With "
         "mlx-lm 0.31 both deviate there in any case; so do, with the stock caches alone, "
-        f"{named(batches.MASKED_BLINDLY)} (mlx-lm issue 1906).",
+        f"{named(batches.MASKED_BLINDLY)} (mlx-lm issue 1906), and with both "
+        f"{named(batches.PADDED_STATES)}; {named(batches.ONE_POSITION)} fail.",
         100,
     )
     # Bytes a channel that a step takes, as `Part.step_bytes` of mlx_kivi.report counts them.

@@ -232,6 +232,10 @@ def replay(
         begin += length
 
 
+@pytest.mark.skipif(
+    hasattr(BatchGenerator, "_make_new_cache"),
+    reason="mlx-lm 0.31's own batches give a row's processors another text",
+)
 @pytest.mark.parametrize("name", ["int4", "window"])
 def test_processors_of_one_row_are_its_own(name: str, llama: nn.Module) -> None:
     asked = prompts([60, 9, 30])

@@ -16,7 +16,7 @@ import mlx_lm
 import mlx_lm.models
 import pytest
 from helpers import ROOT
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 import mlx_kivi
@@ -144,6 +144,8 @@ def test_what_is_changed_meanwhile_is_code_and_one_name(every_module: list[Any])
         during = snapshot(every_module)
     changed = {key for key in {*before, *during} if before.get(key) != during.get(key)}
     functions = {key.rpartition(".")[2] for key in changed if key.endswith(" ()")}
+    if hasattr(BatchGenerator, "_make_new_cache"):  # of mlx-lm 0.31
+        functions.remove("_make_new_cache ()")
     assert functions - {"__call__ ()"} == {
         "make_prompt_cache ()",
         "save_prompt_cache ()",

@@ -58,6 +58,10 @@ STOCK_DEVIATES = {
 }
 # Up to mlx-lm 0.31 these mask without asking their caches, which ours do not need.
 MASKED_BLINDLY = {"minicpm3", "phixtral"}
+# Up to mlx-lm 0.31, with its own caches too: their linear attention keeps what padding adds, or
+# they take one position for all rows and fail.
+PADDED_STATES = {"kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+ONE_POSITION = {"internlm2", "internlm3"}
 
 
 def cell(name: str) -> str:
@@ -91,9 +95,9 @@ def check(name: str, policy: str | None) -> None:
     elif matrix.POLICIES[policy].window is not None:
         none |= LEARNED
     if not hasattr(KVCache, "keys_and_values"):  # mlx-lm 0.31
-        none |= READ_STATE
-        wrong |= WHOLE_CALL | (MASKED_BLINDLY if policy is None else set())
-        refused += "|too many values"
+        none |= READ_STATE | ONE_POSITION
+        wrong |= WHOLE_CALL | PADDED_STATES | (MASKED_BLINDLY if policy is None else set())
+        refused += "|too many values|length-1"
     where = f"{name}, {policy or 'caches of mlx-lm'}"
     try:
         off = deviation(name, policy, 1 if name in wrong else TRIES)

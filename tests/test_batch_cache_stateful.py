@@ -240,7 +240,7 @@ class Turning(Machine):
 
 for machine in (FullPrecision, Packed, AnyBits, Turning):
     machine.TestCase.settings = settings(
-        stateful_step_count=12, max_examples=60 if os.environ.get("CI") == "true" else 20
+        stateful_step_count=12, max_examples=40 if os.environ.get("CI") == "true" else 20
     )
 
 TestFullPrecision = FullPrecision.TestCase

@@ -24,6 +24,7 @@ from common import arguments, caches, finish, load_model, table
 from decode import fill
 from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step
+from quality import text_of
 from tqdm import tqdm
 
 import mlx_kivi
@@ -81,7 +82,7 @@ def nbytes(cache: list[Any]) -> int:
 
 def rows(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Each row's tokens beside those of the row alone."""
-    text = tokenizer.encode(open("/usr/share/common-licenses/GPL-3").read())
+    text = tokenizer.encode(text_of("pydoc")[:20_000])
     prompts = [text[100 * i : 100 * i + n] for i, n in enumerate(PROMPTS)]
     policy = KVCacheConfig.from_name("int4", window=256)
     alone = []
@@ -95,7 +96,7 @@ def rows(model: Any, tokenizer: Any) -> dict[str, Any]:
         waiting = list(enumerate(prompts))
         names: dict[int, int] = {}
         step = 0
-        while waiting or len(found) < len(prompts) or any(names):
+        while waiting or names:
             # Three at the start, then one every ten steps: they join a batch that has wrapped.
             if waiting and (step < 3 or step % 10 == 0):
                 number, prompt = waiting.pop(0)

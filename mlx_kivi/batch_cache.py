@@ -172,10 +172,9 @@ class BatchCache:
         self._left = [self._left[i] for i in keep]
         self._last = None
         for bucket in self._buckets():
-            where = [i for i, home in enumerate(self._homes) if home and home[0] is bucket]
-            numbers = [self._homes[i][1] for i in where]  # type: ignore[index]
+            numbers = [home[1] for home in self._homes if home and home[0] is bucket]
             if numbers != list(range(len(bucket.rows))):
-                self._settle_in(bucket.keep(numbers), where)
+                self._settle_in(bucket.keep(numbers), self._where(bucket))
 
     def extend(self, other: BatchCache) -> None:
         """Add another batch's rows."""
@@ -200,9 +199,9 @@ class BatchCache:
             The number of tokens forgotten.
         """
         n = min(n, min((row.offset for row in self._rows), default=0))
-        self._part()
         if n <= 0 or not all(row.can_trim(n) for row in self._rows):
             return 0
+        self._part()
         self._last = None
         return [row.trim(n) for row in self._rows][0]
 
@@ -334,13 +333,8 @@ class BatchCache:
             else:
                 alike.append([i])
         wanted = [sorted(group) for alike in groups.values() for group in alike]
-        stays = [
-            self._homes[group[0]]
-            and len(group) == len(self._homes[group[0]][0].rows)  # type: ignore[index]
-            and self._where(self._homes[group[0]][0]) == group  # type: ignore[index]
-            for group in wanted
-        ]
-        new = [group for group, stay in zip(wanted, stays, strict=True) if not stay]
+        there = [self._where(bucket) for bucket in self._buckets()]
+        new = [group for group in wanted if group not in there]
         for group, bucket in [(group, Bucket([self._whole(i) for i in group])) for group in new]:
             self._settle_in(bucket, group)
 

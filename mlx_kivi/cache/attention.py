@@ -190,7 +190,7 @@ def _attend_ring(queries, view, scale, mask, sinks) -> mx.array:
     keys, values = (x.astype(view.dtype) for x in view.ring)
     bias = shot.ring_bias
     if isinstance(mask, mx.array):
-        own = as_bias(shot.reorder(mask)[..., : keys.shape[2]])
+        own = as_bias(shot.reorder(mask)[..., : keys.shape[2]], queries.dtype)
         bias = own if bias is None else own + bias
     mask = None if bias is None else bias.astype(queries.dtype)
     if view.moved:
@@ -264,10 +264,11 @@ def _by_row(bias: mx.array, repeats: int) -> mx.array:
     return mx.tile(bias, (repeats, 1)) if bias.ndim == 2 and bias.shape[0] > 1 else bias
 
 
-def as_bias(mask: mx.array) -> mx.array:
-    """A model's mask, boolean or additive, as what is added to scores: float32."""
+def as_bias(mask: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """A model's mask, boolean or additive, as what is added to scores: float32, finite in
+    ``dtype``."""
     # Lowest, not -inf: a row of which a mask hides everything has to stay finite.
-    lowest = mx.array(mx.finfo(mx.float32).min, mx.float32)
+    lowest = mx.array(mx.finfo(dtype).min, mx.float32)
     if mask.dtype == mx.bool_:
         return mx.where(mask, mx.array(0, mx.float32), lowest)
     return mx.maximum(mask.astype(mx.float32), lowest)

@@ -320,3 +320,19 @@ def test_a_row_that_a_mask_hides_everything_of_is_finite(
         assert np.isfinite(got).all()
     if isinstance(keys, CacheHandle):
         np.testing.assert_allclose(got[:, :, 1:], want[:, :, 1:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("boolean", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_unpacked_window_of_which_a_mask_hides_everything_is_finite(
+    dtype: mx.Dtype, boolean: bool
+) -> None:
+    stream = Stream(80, 2, 2, dtype=dtype)
+    cache = filled(stream, [70], window=40, k_bits=None, v_bits=None)
+    q, k, v = stream.cut(70, 71)
+    keys, values = cache.update_and_fetch(k, v)
+    assert isinstance(keys, CacheHandle)
+    mask = mx.zeros((1, 1, 1, keys.shape[2]), mx.bool_)
+    mask = mask if boolean else mx.where(mask, 0.0, -mx.inf)
+    out = scaled_dot_product_attention(q, keys, values, cache, 0.2, mask)
+    assert np.isfinite(dense(out)).all()

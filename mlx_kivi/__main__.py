@@ -10,6 +10,7 @@ from .commands import cli
 
 COMMANDS = {
     "generate": ("mlx_kivi.generate", "text from a prompt, with mlx_lm.generate's flags and ours"),
+    "server": ("mlx_kivi.server", "mlx_lm.server, packed, bounded and in batches"),
     "sample": ("mlx_kivi.sample", "text with tinygpt's own flags and report"),
     "calibrate": ("mlx_kivi.calibrate", "measures a model's keys ahead of time, for few bits"),
     "convert-tinygpt": ("mlx_kivi.convert_tinygpt", ".tinygpt file to model directory, and back"),

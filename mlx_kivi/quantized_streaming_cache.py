@@ -97,6 +97,7 @@ class QuantizedStreamingCache(Reading):
         ring, plan = self._ring, self.plan
         stored = keys.astype(ring[0].dtype), values.astype(ring[1].dtype)
         if length != 1 and plan.ring < UNBOUNDED:
+            self._grow(self._count)
             self._chunk = stored
         else:
             slot = self._count

@@ -221,6 +221,15 @@ class Buffers:
             values = mx.concatenate([self._ring[1], values], axis=2)
         self._ring = keys, values
 
+    def shrink(self) -> None:
+        """Let go of slots that hold nothing, which come back with the next token."""
+        self._settle()
+        if self._count:
+            held = self.plan.held(self._count)
+            # A slice alone would keep all of the buffer alive.
+            keys, values = (mx.contiguous(x[:, :, :held]) for x in self._ring)
+            self._ring = keys, values
+
     def _zeros(self, slots: int) -> Pair:
         keys, values = (mx.zeros((*x.shape[:2], slots, x.shape[3]), x.dtype) for x in self._ring)
         return keys, values

@@ -96,15 +96,16 @@ def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
 
 def dispatch_trim(cache: list[Any], num_tokens: int) -> int:
     """`trim_prompt_cache` that trims bounded caches within the margin that they keep."""
-    if not cache or not all(_can_trim(c, num_tokens) for c in cache):
+    if not cache or not all(can_trim(c, num_tokens) for c in cache):
         return 0
     trimmed = [c.trim(num_tokens) for c in cache]
     return trimmed[0]
 
 
-def _can_trim(cache: Any, n: int) -> bool:
+def can_trim(cache: Any, n: int) -> bool:
+    """Whether the last n tokens of a cache, ours or mlx_lm's, can be taken back."""
     if isinstance(cache, QuantizedStreamingCache):
         return cache.can_trim(min(n, cache.offset))
     if hasattr(cache, "caches"):
-        return all(_can_trim(c, n) for c in cache.caches)
+        return all(can_trim(c, n) for c in cache.caches)
     return cache.is_trimmable()

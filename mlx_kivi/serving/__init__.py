@@ -1,0 +1,1 @@
+"""The server's engine: batches that no request can stop, budgets, figures."""

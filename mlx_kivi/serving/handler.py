@@ -1,0 +1,80 @@
+"""HTTP: mlx_lm's handler, with errors that clients can tell apart, and what operators look at."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from mlx_lm import server as mlx_server
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from .answers import RequestError
+
+
+class Handler(mlx_server.APIHandler):
+    """Adds `/metrics`, and ``kv`` to `/health` and `/v1/models`."""
+
+    response_generator: Any
+    _streaming = False
+
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        request.connection = self.connection  # for the engine to see whether anybody is there
+        try:
+            super().handle_completion(request, stop_words)
+        except RequestError as error:
+            self._end_with(error)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # the client has gone
+
+    def _set_stream_headers(self, status_code: int = 200) -> None:
+        self._streaming = True
+        super()._set_stream_headers(status_code)
+
+    def _end_with(self, error: RequestError) -> None:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        body = {"error": {"message": str(error), "type": kind, "code": error.status}}
+        if self._streaming:  # its status is out
+            self._write(f"data: {json.dumps(body)}\n\n".encode())
+            return
+        self._headers_buffer: list[bytes] = []  # of an answer that did not come
+        self._answer(body, error.status)
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            text = self.response_generator.metrics.text()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self._write(text)
+        else:
+            super().do_GET()
+
+    def handle_health_check(self) -> None:
+        healthy = self.response_generator.is_healthy
+        status = {"status": "ok" if healthy else "unavailable", "kv": self.response_generator.facts}
+        self._answer(status, 200 if healthy else 503)
+
+    def handle_models_request(self) -> None:
+        theirs, self.wfile = self.wfile, io.BytesIO()
+        try:
+            super().handle_models_request()
+            _, _, listed = self.wfile.getvalue().partition(b"\r\n\r\n")
+        finally:
+            self.wfile = theirs
+        self._answer({**json.loads(listed), "kv": self.response_generator.facts}, 200)
+
+    def _answer(self, body: Any, status: int) -> None:
+        text = json.dumps(body).encode()
+        self._set_completion_headers(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self._write(text)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self.wfile.write(data)
+            self.wfile.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True

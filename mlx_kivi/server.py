@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NoReturn
@@ -132,9 +133,25 @@ def run(args: argparse.Namespace, config: KVCacheConfig | None) -> None:
         level=getattr(logging, args.log_level),
         format="%(asctime)s - %(levelname)s - %(message)s",
     )
-    # Said once, by the engine.
-    warnings.simplefilter("ignore", UnconvertedCacheWarning)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with started(args, config) as engine:
+        if engine.serves:
+            mlx_server._run_http_server(args.host, args.port, engine, handler_class=Handler)
+        else:
+            engine.join()
+
+
+@contextmanager
+def started(args: argparse.Namespace, config: KVCacheConfig | None) -> Iterator[Engine]:
+    """The engine for a ``with`` block, its model loaded, mlx_lm patched.
+
+    Args:
+        args: What the parser of `setup_arg_parser` returned.
+        config: The policy; None: mlx_lm's own caches.
+
+    Raises:
+        CommandError: if the model can't be loaded, or can't have such caches.
+    """
 
     def load(path: str, **kwargs: Any) -> Any:
         if not kwargs:  # as mlx_lm asks for a draft
@@ -142,29 +159,21 @@ def run(args: argparse.Namespace, config: KVCacheConfig | None) -> None:
         own = args if path == args.model else None
         return loading.load(_mlx_load, path, own, **kwargs)
 
-    if config is not None:
-        patch(config)
-    try:
-        with cli.replaced(mlx_server, load=load, scan_cache_dir=_scan):
-            _serve(args, config)
-    finally:
-        unpatch()
-
-
-def _serve(args: argparse.Namespace, config: KVCacheConfig | None) -> None:
-    cache = PromptCache(args.prompt_cache_size, args.prompt_cache_bytes)
-    engine = Engine(Provider(args), cache, config, args.kv_memory)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(cli.replaced(mlx_server, load=load, scan_cache_dir=_scan))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", UnconvertedCacheWarning)  # the engine says it, once
+        if config is not None:
+            patch(config)
+            stack.callback(unpatch)
+        cache = PromptCache(args.prompt_cache_size, args.prompt_cache_bytes)
+        engine = Engine(Provider(args), cache, config, args.kv_memory)
+        stack.callback(engine.stop_and_join)
         try:
             engine.wait_until_loaded()
         except ValueError as error:
             raise cli.CommandError(in_flags(str(error)), 2) from None
-        if engine._rank == 0:
-            mlx_server._run_http_server(args.host, args.port, engine, handler_class=Handler)
-        else:
-            engine.join()
-    finally:
-        engine.stop_and_join()
+        yield engine
 
 
 class Provider(mlx_server.ModelProvider):

@@ -73,6 +73,11 @@ class Engine(mlx_server.ResponseGenerator):
         self._start_error: Exception | None = None
         super().__init__(provider, prompt_cache)  # starts the thread
 
+    @property
+    def serves(self) -> bool:
+        """Whether clients come to this process, of several that compute together."""
+        return self._rank == 0
+
     def wait_until_loaded(self) -> None:
         """Return when the default model is there.
 

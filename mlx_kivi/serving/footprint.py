@@ -65,7 +65,8 @@ class Footprint:
         """The policy and what it covers, for `/health` and `/v1/models`."""
         policy = self._policy
         asked = policy is not None and bool(policy.quantized or policy.window or policy.dtype)
-        covered = [part for part in self._parts if asked and part.ours]
+        bounded = policy is not None and policy.window is not None
+        covered = [p for p in self._parts if asked and p.ours and (bounded or _packs(p))]
         full = sum(part.full_bytes(LONG) for part in self._parts)
         of_bytes = sum(part.full_bytes(LONG) for part in covered) / full if full else 0.0
         whole = len(covered) == len(self._parts)
@@ -94,3 +95,8 @@ class Footprint:
             f"KV cache: {facts['policy']}, on {layers} of {len(self._parts)} layers "
             f"({facts['bytes']:.0%} of its bytes); {takes} (full precision: {size(full)})"
         )
+
+
+def _packs(part: Any) -> bool:
+    """Whether a cache of ours stores less than it gets, layer by layer."""
+    return part.cache.config.quantized or part.cache.config.dtype is not None

@@ -12,16 +12,12 @@ from contextlib import ExitStack, contextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from mlx_lm import server as mlx_server
-
-import mlx_kivi
 from conformance.contract.tokenizers import wrapped
-from mlx_kivi.commands import cli
+from mlx_kivi.commands import cli, loading
 from mlx_kivi.config import KVCacheConfig
-from mlx_kivi.server import Provider, setup_arg_parser
+from mlx_kivi.server import setup_arg_parser, started
 from mlx_kivi.serving.engine import Engine
 from mlx_kivi.serving.handler import Handler
-from mlx_kivi.upstream.prompt_cache import PromptCache
 
 
 class Client:
@@ -48,8 +44,15 @@ class Client:
 
     def figure(self, name: str) -> float:
         """A figure of `/metrics`, of all its labels together."""
-        lines = self.get("/metrics")[1].splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        return self.figures(name)[0]
+
+    def figures(self, *names: str) -> list[float]:
+        """Figures that were read at once."""
+        lines = [line.rsplit(" ", 1) for line in self.get("/metrics")[1].splitlines()]
+        return [
+            sum(float(n) for key, n in lines if key == name or key.startswith(name + "{"))
+            for name in names
+        ]
 
     def until(self, holds: Callable[[], bool], seconds: float = 20) -> None:
         """Wait until something holds."""
@@ -80,7 +83,7 @@ def server(
     argv = ["--model", "model", *(["--draft-model", "draft"] if draft else []), *flags]
     args = setup_arg_parser().parse_args(argv)
 
-    def load(path: str, **kwargs: Any) -> Any:
+    def load(_: Any, path: str, *args: Any, **kwargs: Any) -> Any:
         if path == "draft":
             return draft, made
         if path != "model":
@@ -88,14 +91,8 @@ def server(
         return model, made, {}
 
     with ExitStack() as stack:
-        stack.enter_context(cli.replaced(mlx_server, load=load))
-        stack.callback(mlx_kivi.unpatch)
-        if policy is not None:
-            mlx_kivi.patch(policy)
-        cache = PromptCache(args.prompt_cache_size, args.prompt_cache_bytes)
-        engine = Engine(Provider(args), cache, policy, args.kv_memory)
-        stack.callback(engine.stop_and_join)
-        engine.wait_until_loaded()
+        stack.enter_context(cli.replaced(loading, load=load))
+        engine = stack.enter_context(started(args, policy))
         httpd = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Handler(engine, *a))
         thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()

@@ -40,6 +40,10 @@ class Handler(mlx_server.APIHandler):
         self._headers_buffer: list[bytes] = []  # of an answer that did not come
         self._answer(body, error.status)
 
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+        if self.path not in ("/metrics", "/health"):  # asked for again and again
+            super().log_request(code, size)
+
     def do_GET(self) -> None:
         if self.path == "/metrics":
             text = self.response_generator.metrics.text()

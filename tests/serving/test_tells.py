@@ -102,10 +102,12 @@ def test_bytes_of_running_requests_are_those_of_their_caches() -> None:
         body = {"prompt": TEXT[:500], "max_tokens": 100_000, "stream": True}
         body["logit_bias"] = {"256": -100}  # no end
         connection.request("POST", "/v1/completions", json.dumps(body))
-        connection.getresponse().read(1)
+        response = connection.getresponse()
+        response.read(1)
         client.until(lambda: client.figure("kv_bytes_if_fp16") > 0)
         now, full, running = client.figures("kv_bytes", "kv_bytes_if_fp16", "requests_running")
         tokens = full / (2 * 2 * 2 * 32 * 2)  # layers, keys and values, KV heads, head size
+        response.close()
         connection.close()
         client.until(lambda: client.figure("requests_running") == 0)
         assert client.figure('requests_finished_total{outcome="gone"}') == 1

@@ -164,11 +164,11 @@ def turns(path: str) -> dict[str, Any]:
 def held(path: str) -> dict[str, Any]:
     _, tokenizer = load_model(path)
     found = {}
-    flags = ("--prompt-cache-bytes", "300MB", "--prompt-cache-size", "100", *QUIET)
-    for name, policy, count in (("stock", None, 5), ("int4", INT4, 18)):
+    flags = ("--prompt-cache-bytes", "200MB", "--prompt-cache-size", "100", *QUIET)
+    for name, policy, count in (("stock", None, 3), ("int4", INT4, 10)):
         with inside(path, *flags, policy=policy) as (server, engine):
             prompts = pieces(tokenizer, [1992] * count)
-            at_once([partial(server.complete, p, 8) for p in prompts], 4)
+            at_once([partial(server.complete, p, 8) for p in prompts], 2)
             found[name] = len(engine.prompt_cache)
     return {**found, "ratio": found["int4"] / found["stock"]}
 

@@ -274,7 +274,7 @@ BAD = {
         {"generate.py": REPLACEMENT.format(module="config", name="a", call="b")},
         "inside a function",
     ),
-    "no floor": ({"server.py": ""}, r"server\.py has no floor: give it one in FLOORS"),
+    "no floor": ({"cellar.py": ""}, r"cellar\.py has no floor: give it one in FLOORS"),
     "no such module": ({"generate.py": "from .nowhere import x"}, "nowhere, which is not there"),
 }
 

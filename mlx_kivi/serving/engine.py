@@ -177,6 +177,7 @@ class Engine(mlx_server.ResponseGenerator):
         for batch in list(self._batches):
             self._leave(batch, gone)
         for job in gone:
+            job.answers.put(ClientGone())  # its thread waits still
             self._end(job, "gone")
 
     def _jobs(self) -> list[Job]:
@@ -485,8 +486,8 @@ class _Alone:
     def put(self, item: Any) -> None:
         job = self._job
         if isinstance(item, ClientGone):
-            return
-        if isinstance(item, Exception):
+            pass
+        elif isinstance(item, Exception):
             logging.error(f"Request {job.number} ends with 500: {line(item)}")
             self.outcome = "failed"
         elif job.answers.gone():

@@ -46,7 +46,6 @@ class Handler(mlx_server.APIHandler):
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)
             self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
             self._write(text)
         else:
             super().do_GET()
@@ -69,11 +68,13 @@ class Handler(mlx_server.APIHandler):
         text = json.dumps(body).encode()
         self._set_completion_headers(status)
         self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
         self._write(text)
 
     def _write(self, data: bytes) -> None:
+        """Headers that are not out yet, and what follows, if anybody is there."""
         try:
+            if self._headers_buffer:
+                self.end_headers()
             self.wfile.write(data)
             self.wfile.flush()
         except (BrokenPipeError, ConnectionResetError):

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -199,15 +199,15 @@ class Engine(mlx_server.ResponseGenerator):
             alone = pictures or not self._is_batchable(job.args)
             if not self._has_room(job) or (alone and self._batches):
                 return False
-        except RequestError as error:
+        except (RequestError, Exception) as error:
             self._waiting.popleft()
             self._fail(job, error)
             return True
         self._waiting.popleft()
-        if alone:
-            self._serve_alone(job)
-        else:
-            with self._blamed(job):
+        with self._blamed(job):
+            if alone:
+                self._serve_alone(job)
+            else:
                 self._join(job, self._shared())
         return True
 
@@ -306,7 +306,7 @@ class Engine(mlx_server.ResponseGenerator):
         key, tokens = self.model_provider.model_key, job.tokens
         caches, rest = self.prompt_cache.fetch_nearest_cache(key, tokens)
         count = len(tokens) - len(rest)
-        if not job.answered:
+        if job.context.prompt_cache_count < 0:  # it starts for the first time
             job.context.prompt_cache_count = job.reused = count
             job.counted = self._footprint.evicted(count)
             job.answers.put(job.context)
@@ -354,8 +354,8 @@ class Engine(mlx_server.ResponseGenerator):
                 job.answers.put(response.progress)
                 if response.end_of_prompt:
                     job.decoding = True
-                elif response.end_of_segment and job.kinds:
-                    kind, *job.kinds = job.kinds
+                elif response.end_of_segment and job.due:
+                    kind, *job.due = job.due
                     caches, tokens = batch.generator.extract_cache([response.uid])[response.uid]
                     self._keep(caches, tokens, kind)
         for response in steps:
@@ -397,23 +397,28 @@ class Engine(mlx_server.ResponseGenerator):
         except Exception as error:
             for uid in [uid for uid, job in batch.jobs.items() if job in jobs]:
                 del batch.jobs[uid]
-            self._part(batch, error)
+            self._part(batch, error, blame=False)
         else:
             if not batch.jobs:
                 self._close(batch)
 
-    def _part(self, batch: Batch, error: Exception) -> None:
-        """A step of a batch has failed, for one job or for all: each goes on in its own.
+    def _part(self, batch: Batch, error: Exception, blame: bool = True) -> None:
+        """A batch has failed, for one job or for all: each goes on in its own.
 
         What a job's caches hold is not known after that: its tokens are fed anew.
+
+        Args:
+            batch: Of which nothing is used any more.
+            error: What it raised.
+            blame: Whether a job that was in it alone is the cause.
         """
         jobs = list(batch.jobs.values())
         self._close(batch)
         mx.clear_cache()
-        if len(jobs) == 1:
+        if blame and len(jobs) == 1:
             self._fail(jobs[0], error)
             return
-        logging.error(f"A step of {len(jobs)} requests failed ({line(error)}): each goes on alone")
+        logging.error(f"A batch failed ({line(error)}): its {len(jobs)} requests go on alone")
         for job in jobs:
             with self._blamed(job):
                 self._join(job, self._new_batch(shared=False))
@@ -442,8 +447,9 @@ class Engine(mlx_server.ResponseGenerator):
         say = logging.warning if refused else logging.error
         say(f"Request {job.number} ends with {status}: {text}")
         logging.debug("Where:", exc_info=error)
-        job.answers.put(RequestError(status, text))
         self._end(job, "refused" if refused else "failed")
+        with suppress(Exception):  # it may be what failed
+            job.answers.put(RequestError(status, text))
 
     def _end(self, job: Job, outcome: str) -> None:
         metrics = self.metrics

@@ -16,6 +16,7 @@ class Job:
 
     answers: where its thread waits; request, args: mlx_lm's; prompt: tokens, None until they
     are known; segments, kinds: parts of the prompt, at whose ends caches are kept, and as what;
+    due: kinds of those that are yet to be fed;
     limit: tokens to generate at most; answered: generated so far; decoding: whether the prompt
     has been fed; fed: tokens of it that have been, ``reused`` ones included; counted: tokens that
     the figures know to be evicted.
@@ -28,6 +29,7 @@ class Job:
     prompt: list[int] | None = None
     segments: list[list[int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    due: list[str] = field(default_factory=list)
     limit: int = 0
     context: Any = None
     detokenizer: Any = None
@@ -63,15 +65,15 @@ class Job:
 
     def left(self, count: int) -> list[list[int]]:
         """The prompt's segments without its first ``count`` tokens; for a prompt that was begun
-        once, and all that was generated since, one. Kinds of whole segments go with them."""
+        once, and all that was generated since, one. Kinds that are due are theirs."""
+        self.due = [] if self.answered else self.kinds
         if self.answered:
-            self.kinds = []
             return [self.tokens[count:]]
         segments = []
         for segment in self.segments:
             if count >= len(segment):
                 count -= len(segment)
-                self.kinds = self.kinds[1:]
+                self.due = self.due[1:]
             else:
                 segments.append(segment[count:])
                 count = 0

@@ -31,6 +31,7 @@ from .answers import Answers, ClientGone, RequestError, checked, following, line
 from .footprint import Footprint
 from .jobs import Batch, Job
 from .metrics import Metrics
+from .sampling import rehearse
 
 # Tokens of prompts that are fed between two steps of running answers: benchmarks/server.py.
 BESIDE = 256
@@ -231,6 +232,8 @@ class Engine(mlx_server.ResponseGenerator):
         # Padding would go into the states of recurrent layers: their prompts are fed one by one.
         states = any(isinstance(own, ArraysCache) for own in leaves(own_caches(provider.model)))
         self._prompts = 1 if states else self.cli_args.prompt_concurrency
+        # Not computed: for its shape and its type.
+        self._logits = provider.model(mx.array([[0]]), cache=own_caches(provider.model))[:, -1]
         self.facts = self._footprint.facts()
         print(self._footprint.line(), flush=True)
 
@@ -240,11 +243,18 @@ class Engine(mlx_server.ResponseGenerator):
         tokenizer = provider.tokenizer
         try:
             prompt, segments, kinds, state, _ = self._tokenize(tokenizer, job.request, args)
+            if not all(isinstance(token, int) for token in prompt):
+                raise ValueError("the prompt is not one text")
             stop, text = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
         except Exception as error:
             raise RequestError(400, line(error)) from None
         if not prompt:
             raise RequestError(400, "the prompt is empty: give at least one token")
+        try:
+            rehearse(args, prompt, self._logits, self._sampler(args))
+        except Exception as error:
+            self._reseed()
+            raise RequestError(400, line(error)) from None
         packed = any(ours(self._caches[0]))
         if provider.draft_model is not None and packed and args.num_draft_tokens >= TRIM_MARGIN:
             raise RequestError(
@@ -269,6 +279,10 @@ class Engine(mlx_server.ResponseGenerator):
             prompt=prompt,
         )
         job.prompt = prompt
+
+    def _reseed(self) -> None:
+        """Make randomness usable: what fails as mlx compiles it leaves a state of no value."""
+        mx.random.seed(self._numbers if self._is_distributed else time.time_ns())
 
     def _has_room(self, job: Job) -> bool:
         """Whether a job may start now.
@@ -334,6 +348,7 @@ class Engine(mlx_server.ResponseGenerator):
         self.metrics.waiting.set(len(self._waiting))
         answers = _Alone(job)
         self._serve_single((answers, job.request, job.args), self._stream)
+        self._reseed()
         job.reused = max(0, job.context.prompt_cache_count)
         self._end(job, answers.outcome)
 
@@ -414,6 +429,7 @@ class Engine(mlx_server.ResponseGenerator):
         """
         jobs = list(batch.jobs.values())
         self._close(batch)
+        self._reseed()
         mx.clear_cache()
         if blame and len(jobs) == 1:
             self._fail(jobs[0], error)

@@ -58,7 +58,7 @@ class Client:
             assert time.monotonic() < end, "it never came true"
             time.sleep(0.01)
 
-    def _ask(self, method: str, path: str, body: str | None) -> tuple[int, Any]:
+    def _ask(self, method: str, path: str, body: str | bytes | None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, body)
         response = connection.getresponse()

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
-from serving.servers import Client, server
+from serving.servers import Client, errors, server, together
 from serving.test_server import TEXT, alone
 
 LONG = 100_000  # tokens: nobody waits for so many
@@ -72,3 +72,100 @@ def test_a_client_that_goes_away_while_it_is_served_alone(model: nn.Module) -> N
             client.until(lambda: client.figure("requests_running") == 1)
         client.until(lambda: not handlers())
         assert client.text("hello") == alone(model, None, "hello", 8)
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"top_k": 257, **SAMPLED},
+        {"top_k": 10**30, **SAMPLED},
+        {"temperature": 10**400},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.9, **SAMPLED},
+        {"repetition_penalty": 1.5, "repetition_context_size": 10**30},
+        {"logit_bias": {"257": 1.0}},
+        {"logit_bias": {"1000000000": 1.0}},
+        {"logit_bias": {"-1": 1.0}},
+        {"logit_bias": {str(10**30): 1.0}},
+        {"logit_bias": {"1": []}},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"prompt": ""},
+        {"prompt": None},
+        {"prompt": 5},
+        {"prompt": ["one", "two"]},
+        {"prompt": "\ud800"},
+        {"stop": 5},
+        {"stop": [5]},
+        {"stop": [["a"]]},
+        {"draft_model": []},
+        {"stream_options": 5},
+        {"max_tokens": None},
+        {"max_tokens": 0},
+        {"model": "unknown"},
+        {"draft_model": "model of nobody"},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_and_forgotten(
+    model: nn.Module, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with server(model) as client:
+        right = alone(model, None, "hello", 40)
+        bad, text = together(
+            lambda: client.post(**{"prompt": "hi", **body}),
+            lambda: client.text("hello", 40),
+        )
+        assert bad[0] in (400, 404), bad
+        message = bad[1]["error"]
+        assert "\n" not in (message if isinstance(message, str) else message["message"])
+        assert text == right
+        assert client.post(prompt="hi", **SAMPLED)[0] == 200
+        assert not [thread for thread in errors(caplog) if "batch" in thread]
+
+
+CHATS: list[Any] = [
+    {},
+    {"messages": "text"},
+    {"messages": []},
+    {"messages": [{}]},
+    {"messages": [{"role": "user", "content": [5]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}]},
+    {"messages": [{"role": "user", "content": "a", "tool_calls": 5}]},
+    *(
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": given}
+        for given in (5, {"tokenize": False}, {"return_tensors": "np"})
+    ),
+    {
+        "messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": {"chat_template": "{{ 1 / 0 }}"},
+    },
+]
+RAW = [b"{", b"[]", b"5", b"\xff\xfe", b"[" * 100_000]
+
+
+def test_chats_and_bodies_that_cannot_be_read(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server(model) as client:
+        for body in CHATS:
+            status, answer = client.post("/v1/chat/completions", **body)
+            assert status == 400 and answer["error"], body
+        for data in RAW:
+            assert client._ask("POST", "/v1/completions", data)[0] == 400, data[:20]
+        with socket.create_connection(("127.0.0.1", client.port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: -1\r\n\r\n")
+            assert b" 400 " in connection.recv(1000).splitlines()[0]
+        # With content or without, as OpenAI's clients send what has only calls.
+        chat = [{"role": "user"}]
+        assert client.post("/v1/chat/completions", messages=chat, max_tokens=2)[0] == 200
+        assert client.text("hello") == alone(model, None, "hello", 8)
+        assert not handlers()
+
+
+def test_a_stream_without_include_usage_ends_as_streams_do(model: nn.Module) -> None:
+    with server(model) as client:
+        _, text = client.post(prompt="hi", stream=True, stream_options={}, max_tokens=2)
+    assert text.endswith("data: [DONE]\n\n")

@@ -28,7 +28,7 @@ from .config import KVCacheConfig
 from .hooks import UnsupportedError
 from .patch import UnconvertedCacheWarning, patch, unpatch
 from .serving.engine import Engine
-from .serving.handler import Handler
+from .serving.handler import Handler, Server
 from .upstream.prompt_cache import PromptCache
 
 PROG = "mlx_kivi.server"
@@ -160,7 +160,7 @@ def _serve(args: argparse.Namespace, config: KVCacheConfig | None) -> None:
         except ValueError as error:
             raise cli.CommandError(in_flags(str(error)), 2) from None
         if engine._rank == 0:
-            mlx_server._run_http_server(args.host, args.port, engine, handler_class=Handler)
+            mlx_server._run_http_server(args.host, args.port, engine, Server, Handler)
         else:
             engine.join()
     finally:

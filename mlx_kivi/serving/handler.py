@@ -5,12 +5,19 @@ from __future__ import annotations
 import io
 import json
 import logging
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 from mlx_lm import server as mlx_server
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from .answers import RequestError, line
+
+
+class Server(ThreadingHTTPServer):
+    """Its own, with room for many that connect at once: the system cuts off those beyond."""
+
+    request_queue_size = 128
 
 
 class Handler(mlx_server.APIHandler):

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 from mlx_lm import server as mlx_server
@@ -20,7 +19,7 @@ from mlx_kivi.commands import cli
 from mlx_kivi.config import KVCacheConfig
 from mlx_kivi.server import Provider, setup_arg_parser
 from mlx_kivi.serving.engine import Engine
-from mlx_kivi.serving.handler import Handler
+from mlx_kivi.serving.handler import Handler, Server
 from mlx_kivi.upstream.prompt_cache import PromptCache
 
 
@@ -96,7 +95,7 @@ def server(
         engine = Engine(Provider(args), cache, policy, args.kv_memory)
         stack.callback(engine.stop_and_join)
         engine.wait_until_loaded()
-        httpd = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Handler(engine, *a))
+        httpd = Server(("127.0.0.1", 0), lambda *a: Handler(engine, *a))
         thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()
         stack.callback(thread.join)

@@ -169,3 +169,9 @@ def test_a_stream_without_include_usage_ends_as_streams_do(model: nn.Module) -> 
     with server(model) as client:
         _, text = client.post(prompt="hi", stream=True, stream_options={}, max_tokens=2)
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_many_connect_at_once(model: nn.Module) -> None:
+    with server(model) as client:
+        right = alone(model, None, "hello", 2)
+        assert together(*[lambda: client.text("hello", 2)] * 60) == [right] * 60

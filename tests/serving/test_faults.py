@@ -10,6 +10,7 @@ import pytest
 from mlx_lm import server as mlx_server
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.llama import Model
 from serving.servers import Client, errors, server, together
 from serving.test_server import POLICIES, TEXT, alone
 
@@ -84,8 +85,6 @@ def refuse(name: str, patch: pytest.MonkeyPatch) -> None:
 
         return making
 
-    from mlx_lm.models.llama import Model
-
     owner, attribute, replaced = {
         "model": (Model, "__call__", model),
         "insert": (PromptCache, "insert_cache", cache),
@@ -126,7 +125,7 @@ def test_a_request_that_fails_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts_alone = wanted(model, policy)
-    with server(model, "--prefill-step-size", "64", policy=policy) as client:
+    with server(model, "--prefill-step-size", "32", policy=policy) as client:
         refuse(name, monkeypatch)
         (status, answer), *others = together(lambda: client.post(**BODIES[where]), *good(client))
         assert texts(others) == texts_alone
@@ -161,9 +160,9 @@ def test_what_fails_once_ends_one_request_at_most(
 ) -> None:
     texts_alone = wanted(model, policy)
     failed = 0
-    with server(model, "--prefill-step-size", "64", policy=policy) as client:
+    with server(model, "--prefill-step-size", "32", policy=policy) as client:
         for owner, name in POINTS:
-            for after in (0, 3, 8):
+            for after in (0, 5):
                 with pytest.MonkeyPatch.context() as patch:
                     raised = fail_once(patch, owner, name, after)
                     found = texts(together(*good(client)))

@@ -66,7 +66,7 @@ def test_clients_that_leave_at_any_time(
     pick = random.Random(0)
     right = wanted(model, policy)
     with server(
-        model, "--prefill-step-size", "64", "--decode-concurrency", "7", policy=policy
+        model, "--prefill-step-size", "32", "--decode-concurrency", "7", policy=policy
     ) as client:
 
         def leave(wait: float, body: dict[str, Any]) -> None:

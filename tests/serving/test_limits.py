@@ -9,16 +9,18 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from serving.servers import Client, errors, server, together
 from serving.test_clients import ENDLESS, asked, handlers, running
-from serving.test_faults import ALWAYS, BAD, Fault, good, refuse, texts, wanted
+from serving.test_faults import ALWAYS, BAD, Fault, fail_once, good, refuse, texts, wanted
 from serving.test_server import POLICIES, PROMPTS, TEXT, alone
 
 from conformance.common import tiny_llama
 from conformance.contract.tokenizers import fast_tokenizer, wrapped
 from mlx_kivi import KVCacheConfig
 from mlx_kivi.serving.engine import Engine
+from mlx_kivi.serving.handler import Handler
 from mlx_kivi.serving.jobs import Batch
 
 # The answer has letters, and none twice.
@@ -218,3 +220,46 @@ def test_health_tells_that_the_thread_is_gone(model: nn.Module) -> None:
             assert b" 503 " in connection.recv(1000).splitlines()[0]
         assert client.get("/health")[0] == 503
         assert client.post(prompt="hi")[0] == 503
+
+
+@policies
+def test_who_stays_is_not_to_blame_as_another_fails_to_leave(
+    model: nn.Module, policy: KVCacheConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = alone(model, policy, TEXT[:60], 40)
+    with server(model, policy=policy) as client:
+        with asked(client, prompt="gone", **ENDLESS):
+            client.until(lambda: any(job.answered for job in running(client)))
+            raised = fail_once(monkeypatch, BatchGenerator, "remove", 0)
+            leaving = Engine._let_go
+
+            def later(engine: Engine) -> None:
+                if any(job.context.prompt[:3] == right_prompt for job in running(client)):
+                    leaving(engine)
+
+            right_prompt = wrapped().encode(TEXT[:3])
+            monkeypatch.setattr(Engine, "_let_go", later)
+        assert client.text(TEXT[:60], 40) == right
+        assert raised
+        monkeypatch.setattr(Engine, "_let_go", leaving)
+        client.until(lambda: not (running(client) or handlers()))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_text_cannot_be_made(
+    model: nn.Module,
+    stream: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with server(model) as client:
+        with monkeypatch.context() as patch:
+            raised = fail_once(patch, Handler, "generate_response", 0)
+            status, answer = client.post(
+                prompt="hello", stream=stream, **ENDLESS | {"max_tokens": 9}
+            )
+        assert raised and status == (200 if stream else 500)
+        assert "Fault: generate_response" in (answer if stream else answer["error"]["message"])
+        assert errors(caplog) == ["An answer ends with 500: Fault: generate_response"]
+        client.until(lambda: not running(client))
+        assert client.text("hello") == alone(model, None, "hello", 8)

@@ -29,7 +29,7 @@ from .config import KVCacheConfig
 from .hooks import UnsupportedError
 from .patch import UnconvertedCacheWarning, patch, unpatch
 from .serving.engine import Engine
-from .serving.handler import Handler
+from .serving.handler import Handler, Server
 from .upstream.prompt_cache import PromptCache
 
 PROG = "mlx_kivi.server"
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace, config: KVCacheConfig | None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with started(args, config) as engine:
         if engine.serves:
-            mlx_server._run_http_server(args.host, args.port, engine, handler_class=Handler)
+            mlx_server._run_http_server(args.host, args.port, engine, Server, Handler)
         else:
             engine.join()
 

@@ -77,6 +77,8 @@ def checked(item: Any) -> Any:
     """
     if isinstance(item, RequestError):
         raise item
+    if isinstance(item, ClientGone):
+        raise RequestError(499, "the client has closed the connection")
     if isinstance(item, BaseException):
         raise RequestError(500, line(item)) from None
     return item

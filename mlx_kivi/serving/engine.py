@@ -12,24 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import astuple
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm import server as mlx_server
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from ..config import TRIM_MARGIN, KVCacheConfig
-from ..models import learned_positions
-from ..models.architectures import own_caches
-from ..models.calibration import leaves
-from ..models.factory import ours
-from ..report import size
+from ..config import KVCacheConfig
 from ..upstream.prompt_cache import PromptCache
+from .admission import Admission
 from .answers import Answers, ClientGone, RequestError, checked, following, line
-from .footprint import Footprint
-from .jobs import Batch, Job
+from .jobs import Alone, Batch, Job
 from .metrics import Metrics
 
 # Tokens of prompts that are fed between two steps of running answers: benchmarks/server.py.
@@ -37,7 +30,7 @@ BESIDE = 256
 _EVERY = 0.2  # seconds between two looks at the bytes in use
 
 
-class Engine(mlx_server.ResponseGenerator):
+class Engine(Admission):
     """mlx_lm's `ResponseGenerator` with a loop of its own.
 
     Args:
@@ -47,11 +40,9 @@ class Engine(mlx_server.ResponseGenerator):
         kv_memory: Bytes that running caches may take; None: no bound.
 
     Attributes:
-        facts: The policy and what it covers, of the model that is loaded; None before.
         metrics: What is counted.
     """
 
-    model_provider: Any
     prompt_cache: Any
 
     def __init__(
@@ -62,16 +53,12 @@ class Engine(mlx_server.ResponseGenerator):
         kv_memory: int | None = None,
     ) -> None:
         self.metrics = Metrics()
-        self.facts: dict[str, Any] | None = None
-        self._policy, self._kv_memory = policy, kv_memory
         self._waiting: deque[Job] = deque()
         self._batches: list[Batch] = []
-        self._numbers = 0
-        self._samplers: dict[Any, Any] = {}
         self._next_look = 0.0
         self._started = threading.Event()
         self._start_error: Exception | None = None
-        super().__init__(provider, prompt_cache)  # starts the thread
+        super().__init__(provider, prompt_cache, policy, kv_memory)  # starts the thread
 
     @property
     def serves(self) -> bool:
@@ -182,6 +169,7 @@ class Engine(mlx_server.ResponseGenerator):
         for batch in list(self._batches):
             self._leave(batch, gone)
         for job in gone:
+            job.answers.put(ClientGone())  # its thread waits still
             self._end(job, "gone")
 
     def _jobs(self) -> list[Job]:
@@ -201,100 +189,19 @@ class Engine(mlx_server.ResponseGenerator):
                 self._read(job)
             pictures = any(mlx_server._image_parts(job.request.messages))
             alone = pictures or not self._is_batchable(job.args)
-            if not self._has_room(job) or (alone and self._batches):
+            if not self._has_room(job, self._jobs()) or (alone and self._batches):
                 return False
-        except RequestError as error:
+        except (RequestError, Exception) as error:
             self._waiting.popleft()
             self._fail(job, error)
             return True
         self._waiting.popleft()
-        if alone:
-            self._serve_alone(job)
-        else:
-            with self._blamed(job):
+        with self._blamed(job):
+            if alone:
+                self._serve_alone(job)
+            else:
                 self._join(job, self._shared())
         return True
-
-    def _load(self, wanted: Any) -> None:
-        self.facts = None
-        try:
-            self.model_provider.load(wanted.model, wanted.adapter, wanted.draft)
-            self._know()
-        except Exception as error:
-            self.model_provider.reset()
-            raise RequestError(404, line(error)) from None
-
-    def _know(self) -> None:
-        """Find what the caches of the model that was loaded are like, and say it."""
-        provider = self.model_provider
-        models = [m for m in (provider.model, provider.draft_model) if m is not None]
-        self._caches = [make_prompt_cache(model) for model in models]
-        self._footprint = Footprint(zip(models, self._caches, strict=True), self._policy)
-        batches = all(getattr(cache, "batches", True) for cache in ours(self._caches[0]))
-        provider.is_batchable = provider.is_batchable and batches
-        # Padding would go into the states of recurrent layers: their prompts are fed one by one.
-        states = any(isinstance(own, ArraysCache) for own in leaves(own_caches(provider.model)))
-        self._prompts = 1 if states else self.cli_args.prompt_concurrency
-        self.facts = self._footprint.facts()
-        print(self._footprint.line(), flush=True)
-
-    def _read(self, job: Job) -> None:
-        """Tokenise a request, and see that it can be served at all."""
-        provider, args = self.model_provider, job.args
-        tokenizer = provider.tokenizer
-        try:
-            prompt, segments, kinds, state, _ = self._tokenize(tokenizer, job.request, args)
-            stop, text = self._make_state_machine(provider.model_key, tokenizer, args.stop_words)
-        except Exception as error:
-            raise RequestError(400, line(error)) from None
-        if not prompt:
-            raise RequestError(400, "the prompt is empty: give at least one token")
-        packed = any(ours(self._caches[0]))
-        if provider.draft_model is not None and packed and args.num_draft_tokens >= TRIM_MARGIN:
-            raise RequestError(
-                400,
-                f"num_draft_tokens {args.num_draft_tokens}: use {TRIM_MARGIN - 1} or fewer, which "
-                "a packed or bounded cache can take back",
-            )
-        try:
-            caches = self._caches[0]
-            end = learned_positions.tokens_to_come(provider.model, caches, len(prompt))
-        except learned_positions.PositionTableFull as error:
-            raise RequestError(400, str(error)) from None
-        job.limit = args.max_tokens = args.max_tokens if end is None else min(args.max_tokens, end)
-        job.segments, job.kinds, job.stop_sequences = segments, list(kinds), stop
-        job.detokenizer = tokenizer.detokenizer
-        job.context = mlx_server.GenerationContext(
-            has_tool_calling=tokenizer.has_tool_calling,
-            has_thinking=tokenizer.has_thinking,
-            tool_parser=tokenizer.tool_parser,
-            text_sm=text,
-            initial_state=state,
-            prompt=prompt,
-        )
-        job.prompt = prompt
-
-    def _has_room(self, job: Job) -> bool:
-        """Whether a job may start now.
-
-        Raises:
-            RequestError: if it never may.
-        """
-        running = self._jobs()
-        if self._kv_memory is not None:
-            need = self._footprint.bytes(job.longest)
-            if need > self._kv_memory:
-                raise RequestError(
-                    400,
-                    f"{len(job.prompt or []):,} tokens of prompt and max_tokens {job.limit:,} take "
-                    f"{size(need)} ({need} bytes) of KV cache, --kv-memory allows "
-                    f"{size(self._kv_memory)} ({self._kv_memory} bytes): ask for fewer tokens",
-                )
-            together = [one.longest for one in (*running, job)]
-            if self._footprint.batch_bytes(together) > self._kv_memory:
-                return False
-        feeding = sum(batch.feeding for batch in self._batches)
-        return len(running) < self.cli_args.decode_concurrency and feeding < self._prompts
 
     def _shared(self) -> Batch:
         shared = next((batch for batch in self._batches if batch.shared), None)
@@ -310,7 +217,7 @@ class Engine(mlx_server.ResponseGenerator):
         key, tokens = self.model_provider.model_key, job.tokens
         caches, rest = self.prompt_cache.fetch_nearest_cache(key, tokens)
         count = len(tokens) - len(rest)
-        if not job.answered:
+        if job.context.prompt_cache_count < 0:  # it starts for the first time
             job.context.prompt_cache_count = job.reused = count
             job.counted = self._footprint.evicted(count)
             job.answers.put(job.context)
@@ -322,22 +229,13 @@ class Engine(mlx_server.ResponseGenerator):
             logits_processors=mlx_server._make_logits_processors(job.args),
         )
 
-    def _sampler(self, args: Any) -> Any:
-        """One for all jobs that sample alike: mlx_lm samples for them at once then."""
-        key = self.model_provider.model_key, astuple(args.sampling)
-        if key not in self._samplers:
-            if len(self._samplers) > 100:
-                self._samplers.clear()
-            made = mlx_server._make_sampler(args, self.model_provider.tokenizer)
-            self._samplers[key] = made
-        return self._samplers[key]
-
     def _serve_alone(self, job: Job) -> None:
         """What mlx_lm serves alone: a seed, a draft model, pictures, its own --kv-bits."""
         self.metrics.running.set(1)
         self.metrics.waiting.set(len(self._waiting))
-        answers = _Alone(job)
+        answers = Alone(job)
         self._serve_single((answers, job.request, job.args), self._stream)
+        self._reseed()
         job.reused = max(0, job.context.prompt_cache_count)
         self._end(job, answers.outcome)
 
@@ -358,8 +256,8 @@ class Engine(mlx_server.ResponseGenerator):
                 job.answers.put(response.progress)
                 if response.end_of_prompt:
                     job.decoding = True
-                elif response.end_of_segment and job.kinds:
-                    kind, *job.kinds = job.kinds
+                elif response.end_of_segment and job.due:
+                    kind, *job.due = job.due
                     caches, tokens = batch.generator.extract_cache([response.uid])[response.uid]
                     self._keep(caches, tokens, kind)
         for response in steps:
@@ -401,23 +299,29 @@ class Engine(mlx_server.ResponseGenerator):
         except Exception as error:
             for uid in [uid for uid, job in batch.jobs.items() if job in jobs]:
                 del batch.jobs[uid]
-            self._part(batch, error)
+            self._part(batch, error, blame=False)
         else:
             if not batch.jobs:
                 self._close(batch)
 
-    def _part(self, batch: Batch, error: Exception) -> None:
-        """A step of a batch has failed, for one job or for all: each goes on in its own.
+    def _part(self, batch: Batch, error: Exception, blame: bool = True) -> None:
+        """A batch has failed, for one job or for all: each goes on in its own.
 
         What a job's caches hold is not known after that: its tokens are fed anew.
+
+        Args:
+            batch: Of which nothing is used any more.
+            error: What it raised.
+            blame: Whether a job that was in it alone is the cause.
         """
         jobs = list(batch.jobs.values())
         self._close(batch)
+        self._reseed()
         mx.clear_cache()
-        if len(jobs) == 1:
+        if blame and len(jobs) == 1:
             self._fail(jobs[0], error)
             return
-        logging.error(f"A step of {len(jobs)} requests failed ({line(error)}): each goes on alone")
+        logging.error(f"A batch failed ({line(error)}): its {len(jobs)} requests go on alone")
         for job in jobs:
             with self._blamed(job):
                 self._join(job, self._new_batch(shared=False))
@@ -446,8 +350,9 @@ class Engine(mlx_server.ResponseGenerator):
         say = logging.warning if refused else logging.error
         say(f"Request {job.number} ends with {status}: {text}")
         logging.debug("Where:", exc_info=error)
-        job.answers.put(RequestError(status, text))
         self._end(job, "refused" if refused else "failed")
+        with suppress(Exception):  # it may be what failed
+            job.answers.put(RequestError(status, text))
 
     def _end(self, job: Job, outcome: str) -> None:
         metrics = self.metrics
@@ -478,27 +383,3 @@ class Engine(mlx_server.ResponseGenerator):
         metrics.prompt_cache_bytes.set(self.prompt_cache.nbytes)
         for job in jobs:
             self._count_evicted(job)
-
-
-class _Alone:
-    """The answers of a job that mlx_lm's `_serve_single` computes, seen as they pass."""
-
-    def __init__(self, job: Job) -> None:
-        self.outcome = "gone"
-        self._job = job
-
-    def put(self, item: Any) -> None:
-        job = self._job
-        if isinstance(item, ClientGone):
-            return
-        if isinstance(item, Exception):
-            logging.error(f"Request {job.number} ends with 500: {line(item)}")
-            self.outcome = "failed"
-        elif job.answers.gone():
-            raise ClientGone  # which ends the work, and comes back
-        elif isinstance(item, mlx_server.GenerationContext):
-            job.context, job.fed = item, len(item.prompt)
-        elif isinstance(item, mlx_server.Response):
-            job.answered.append(item.token)
-            self.outcome = item.finish_reason or self.outcome
-        job.answers.put(item)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 from mlx_lm import server as mlx_server
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from .answers import RequestError
+from .answers import RequestError, line
+
+
+class Server(ThreadingHTTPServer):
+    """Its own, with room for many that connect at once: the system cuts off those beyond."""
+
+    request_queue_size = 128
 
 
 class Handler(mlx_server.APIHandler):
@@ -26,6 +34,28 @@ class Handler(mlx_server.APIHandler):
             self._end_with(error)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # the client has gone
+        except Exception as error:  # in what was generated, as a call of a tool
+            logging.error(f"An answer ends with 500: {line(error)}")
+            logging.debug("Where:", exc_info=error)
+            self._end_with(RequestError(500, line(error)))
+
+    def do_POST(self) -> None:
+        try:
+            if self.headers.get("Content-Length", "").strip().startswith("-"):
+                raise ValueError("Content-Length: use a number of bytes")
+            super().do_POST()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        except Exception as error:  # `handle_completion` has its own: it is the request
+            logging.warning(f"A request ends with 400: {line(error)}")
+            self._end_with(RequestError(400, line(error)))
+
+    def validate_model_parameters(self) -> None:
+        super().validate_model_parameters()
+        self._validate("requested_draft_model", str, optional=True)
+        self._validate("stream_options", dict, optional=True)
+        if self.stream_options is not None:
+            self.stream_options.setdefault("include_usage", False)
 
     def _set_stream_headers(self, status_code: int = 200) -> None:
         self._streaming = True
@@ -50,7 +80,6 @@ class Handler(mlx_server.APIHandler):
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)
             self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
             self._write(text)
         else:
             super().do_GET()
@@ -73,11 +102,13 @@ class Handler(mlx_server.APIHandler):
         text = json.dumps(body).encode()
         self._set_completion_headers(status)
         self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
         self._write(text)
 
     def _write(self, data: bytes) -> None:
+        """Headers that are not out yet, and what follows, if anybody is there."""
         try:
+            if self._headers_buffer:
+                self.end_headers()
             self.wfile.write(data)
             self.wfile.flush()
         except (BrokenPipeError, ConnectionResetError):

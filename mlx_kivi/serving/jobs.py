@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_lm import server as mlx_server
 from mlx_lm.generate import BatchGenerator
+
+from .answers import ClientGone, line
 
 _LEAST = 32  # tokens of a prompt that are fed at once, at least
 
@@ -16,6 +20,7 @@ class Job:
 
     answers: where its thread waits; request, args: mlx_lm's; prompt: tokens, None until they
     are known; segments, kinds: parts of the prompt, at whose ends caches are kept, and as what;
+    due: kinds of those that are yet to be fed;
     limit: tokens to generate at most; answered: generated so far; decoding: whether the prompt
     has been fed; fed: tokens of it that have been, ``reused`` ones included; counted: tokens that
     the figures know to be evicted.
@@ -28,6 +33,7 @@ class Job:
     prompt: list[int] | None = None
     segments: list[list[int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    due: list[str] = field(default_factory=list)
     limit: int = 0
     context: Any = None
     detokenizer: Any = None
@@ -63,15 +69,15 @@ class Job:
 
     def left(self, count: int) -> list[list[int]]:
         """The prompt's segments without its first ``count`` tokens; for a prompt that was begun
-        once, and all that was generated since, one. Kinds of whole segments go with them."""
+        once, and all that was generated since, one. Kinds that are due are theirs."""
+        self.due = [] if self.answered else self.kinds
         if self.answered:
-            self.kinds = []
             return [self.tokens[count:]]
         segments = []
         for segment in self.segments:
             if count >= len(segment):
                 count -= len(segment)
-                self.kinds = self.kinds[1:]
+                self.due = self.due[1:]
             else:
                 segments.append(segment[count:])
                 count = 0
@@ -166,3 +172,27 @@ class Batch:
             step = min(step, max(_LEAST, beside // max(1, self.feeding)))
         self.generator.prefill_step_size = step
         return self.generator.next()
+
+
+class Alone:
+    """The answers of a job that mlx_lm's `_serve_single` computes, seen as they pass."""
+
+    def __init__(self, job: Job) -> None:
+        self.outcome = "gone"
+        self._job = job
+
+    def put(self, item: Any) -> None:
+        job = self._job
+        if isinstance(item, ClientGone):
+            pass
+        elif isinstance(item, Exception):
+            logging.error(f"Request {job.number} ends with 500: {line(item)}")
+            self.outcome = "failed"
+        elif job.answers.gone():
+            raise ClientGone  # which ends the work, and comes back
+        elif isinstance(item, mlx_server.GenerationContext):
+            job.context, job.fed = item, len(item.prompt)
+        elif isinstance(item, mlx_server.Response):
+            job.answered.append(item.token)
+            self.outcome = item.finish_reason or self.outcome
+        job.answers.put(item)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 from conformance.contract.tokenizers import wrapped
@@ -17,7 +16,7 @@ from mlx_kivi.commands import cli, loading
 from mlx_kivi.config import KVCacheConfig
 from mlx_kivi.server import setup_arg_parser, started
 from mlx_kivi.serving.engine import Engine
-from mlx_kivi.serving.handler import Handler
+from mlx_kivi.serving.handler import Handler, Server
 
 
 class Client:
@@ -61,7 +60,7 @@ class Client:
             assert time.monotonic() < end, "it never came true"
             time.sleep(0.01)
 
-    def _ask(self, method: str, path: str, body: str | None) -> tuple[int, Any]:
+    def _ask(self, method: str, path: str, body: str | bytes | None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, body)
         response = connection.getresponse()
@@ -93,7 +92,7 @@ def server(
     with ExitStack() as stack:
         stack.enter_context(cli.replaced(loading, load=load))
         engine = stack.enter_context(started(args, policy))
-        httpd = ThreadingHTTPServer(("127.0.0.1", 0), lambda *a: Handler(engine, *a))
+        httpd = Server(("127.0.0.1", 0), lambda *a: Handler(engine, *a))
         thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
         thread.start()
         stack.callback(thread.join)

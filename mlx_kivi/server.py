@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from huggingface_hub import CacheNotFound
 from mlx_lm import server as mlx_server
-from mlx_lm.utils import maybe_set_recommended_wired_limit
+from mlx_lm.utils import _download, maybe_set_recommended_wired_limit
 
 from .commands import cli, loading
 from .commands.flags import in_flags
@@ -186,6 +186,15 @@ class Provider(mlx_server.ModelProvider):
             name = str(Path(args.model).resolve())
             self._model_map[name] = args.model
             self._adapter_map[name] = args.adapter_path
+
+    def _load(self, model_path: str | None, *paths: Any) -> None:
+        if model_path is None:
+            raise ValueError("no model: name one in the request, or start the server with --model")
+        if not Path(model_path).exists():
+            # Before mlx_lm lets go of the model that it has.
+            flag = "--model" if model_path == self.cli_args.model else "model"
+            loading.load(lambda path: _download(path), model_path, flag=flag)
+        super()._load(model_path, *paths)
 
     def key(self, wanted: Any) -> tuple[str | None, str | None, str | None]:
         """What `model_key` is once a model is loaded that a request describes."""

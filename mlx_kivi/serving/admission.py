@@ -45,12 +45,14 @@ class Admission(mlx_server.ResponseGenerator):
         super().__init__(provider, prompt_cache)  # starts the thread
 
     def _load(self, wanted: Any) -> None:
-        self.facts = None
+        before = self.model_provider.model_key
         try:
             self.model_provider.load(wanted.model, wanted.adapter, wanted.draft)
             self._know()
         except Exception as error:
-            self.model_provider.reset()
+            if self.model_provider.model_key != before:  # by halves
+                self.model_provider.reset()
+                self.facts = None
             raise RequestError(404, line(error)) from None
 
     def _know(self) -> None:

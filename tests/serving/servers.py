@@ -77,9 +77,11 @@ def server(
     draft: Any = None,
     tokenizer: Any = None,
 ) -> Iterator[Client]:
-    """A server of a model, under a policy; ``flags`` are those of the command."""
+    """A server of a model, None for none, under a policy; ``flags`` are those of the command."""
     made = tokenizer or wrapped()
-    argv = ["--model", "model", *(["--draft-model", "draft"] if draft else []), *flags]
+    argv = [*flags]
+    for name, flag, given in (("model", "--model", model), ("draft", "--draft-model", draft)):
+        argv += [flag, name] if given is not None else []
     args = setup_arg_parser().parse_args(argv)
 
     def load(_: Any, path: str, *args: Any, **kwargs: Any) -> Any:

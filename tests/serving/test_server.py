@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -46,3 +48,34 @@ def test_requests_at_once_are_answered_as_alone(
     assert found == wanted
     assert again == wanted  # each prompt is held whole by now
     assert errors(caplog) == []
+
+
+def test_a_model_that_is_not_there_leaves_the_one_that_is(
+    model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server(model) as client:
+        status, answer = client.post(prompt="Hello", model="nobody/has-this")
+        assert status == 404 and "nobody/has-this" in str(answer)
+        assert client.engine.model_provider.model is model
+        client.text("Hello")
+    assert len(capsys.readouterr().out.splitlines()) == 1  # it was loaded once
+
+
+def test_a_server_without_a_model_asks_for_one(model: nn.Module) -> None:
+    with server(None) as client:
+        assert client.get("/health") == (200, {"status": "ok", "kv": None})
+        status, answer = client.post(prompt="Hello")
+        assert status == 404 and "--model" in answer["error"]
+
+
+def test_a_model_is_known_by_the_path_that_it_is_listed_by(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "model")
+    with server(model) as client:
+        assert path in [listed["id"] for listed in client.get("/v1/models")[1]["data"]]
+        key = client.engine.model_provider.model_key
+        assert client.text("Hello", model=path) == client.text("Hello")
+        assert client.engine.model_provider.model_key == key

@@ -65,7 +65,7 @@ def test_a_server_without_a_model_asks_for_one(model: nn.Module) -> None:
     with server(None) as client:
         assert client.get("/health") == (200, {"status": "ok", "kv": None})
         status, answer = client.post(prompt="Hello")
-        assert status == 404 and "--model" in answer["error"]
+        assert status == 404 and "--model" in answer["error"]["message"]
 
 
 def test_a_model_is_known_by_the_path_that_it_is_listed_by(

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from huggingface_hub import CacheNotFound
 from mlx_lm import server as mlx_server
-from mlx_lm.utils import _download, maybe_set_recommended_wired_limit
+from mlx_lm.utils import _download
 
 from .commands import cli, loading
 from .commands.flags import in_flags
@@ -128,7 +128,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace, config: KVCacheConfig | None) -> None:
     """Load, say what is in force, and serve until it is stopped."""
     _check_address(args)
-    maybe_set_recommended_wired_limit()
+    mlx_server.maybe_set_recommended_wired_limit()
     logging.basicConfig(
         level=getattr(logging, args.log_level),
         format="%(asctime)s - %(levelname)s - %(message)s",

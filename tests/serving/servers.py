@@ -29,6 +29,16 @@ class Client:
     def __init__(self, engine: Engine, port: int) -> None:
         self.engine, self.port = engine, port
 
+    @classmethod
+    def once(cls, httpd: Server, engine: Engine, **body: Any) -> tuple[int, Any]:
+        """One completion of a server that has yet to run."""
+        thread = threading.Thread(target=httpd.handle_request)
+        thread.start()
+        answer = cls(engine, httpd.server_address[1]).post(**body)
+        thread.join()
+        httpd.server_close()
+        return answer
+
     def get(self, path: str) -> tuple[int, Any]:
         """Status and body, which is parsed if it is JSON."""
         return self._ask("GET", path, None)

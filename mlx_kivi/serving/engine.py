@@ -126,6 +126,7 @@ class Engine(Admission):
                     self._fail(job, error)
                 self._waiting.clear()
                 self._batches.clear()
+                time.sleep(0.1)  # or the log fills, if it is nobody's
         # Arrays are freed, and streams ended, in the thread that they are of.
         self._batches.clear()
         self.model_provider.reset()
@@ -219,7 +220,7 @@ class Engine(Admission):
         count = len(tokens) - len(rest)
         if job.context.prompt_cache_count < 0:  # it starts for the first time
             job.context.prompt_cache_count = job.reused = count
-            job.counted = self._footprint.evicted(count)
+            self._count_prompt(job)
             job.answers.put(job.context)
         batch.join(
             job,
@@ -237,6 +238,8 @@ class Engine(Admission):
         self._serve_single((answers, job.request, job.args), self._stream)
         self._reseed()
         job.reused = max(0, job.context.prompt_cache_count)
+        self._count_prompt(job)
+        self.metrics.generated_tokens.inc(len(job.answered))
         self._end(job, answers.outcome)
 
     # A step
@@ -248,6 +251,7 @@ class Engine(Admission):
         except Exception as error:
             self._part(batch, error)
             return
+        self.metrics.generated_tokens.inc(len(steps))
         over: set[Job] = set()
         for response in prompts:
             job = batch.jobs[response.uid]
@@ -355,14 +359,15 @@ class Engine(Admission):
             job.answers.put(RequestError(status, text))
 
     def _end(self, job: Job, outcome: str) -> None:
-        metrics = self.metrics
-        metrics.finished.labels(outcome).inc()
-        metrics.generated_tokens.inc(len(job.answered))
-        if job.prompt is not None and outcome != "refused":
-            metrics.prompt_tokens.inc(len(job.prompt))
-            metrics.reused_tokens.inc(job.reused)
-            metrics.hits.inc(job.reused > 0)
+        self.metrics.finished.labels(outcome).inc()
+        if job.fed:
             self._count_evicted(job)
+
+    def _count_prompt(self, job: Job) -> None:
+        self.metrics.prompt_tokens.inc(len(job.prompt or []))
+        self.metrics.reused_tokens.inc(job.reused)
+        self.metrics.hits.inc(job.reused > 0)
+        job.counted = self._footprint.evicted(job.reused)
 
     def _count_evicted(self, job: Job) -> None:
         now = self._footprint.evicted(job.fed + len(job.answered))

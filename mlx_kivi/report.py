@@ -94,7 +94,7 @@ class Part:
         if self._latents(tokens):
             of_keys = 0 if self.reads_latents_packed(tokens) else floats
         each = self.heads.key_dim * of_keys + self.heads.value_dim * arrays
-        return self.heads.count * each * self._seen(tokens)
+        return self.heads.count * each * self.seen(tokens)
 
     def reads_latents_packed(self, tokens: int) -> bool:
         """Whether a step at ``tokens`` tokens unpacks the positional part of keys alone."""
@@ -104,10 +104,11 @@ class Part:
     def _latents(self, tokens: int) -> bool:
         """Whether a step gets no array of latents: all are seen, none picked by an indexer."""
         limit = getattr(self.cache, "limit", None)
-        few = limit is None or self._seen(tokens) <= limit
+        few = limit is None or self.seen(tokens) <= limit
         return isinstance(self.cache, LatentCache) and few
 
-    def _seen(self, tokens: int) -> int:
+    def seen(self, tokens: int) -> int:
+        """Tokens of so many that a step sees."""
         window = self.plan.window
         return tokens if window is None else min(tokens, self.plan.sink + window)
 

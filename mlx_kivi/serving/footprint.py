@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import report
 from ..config import KVCacheConfig
-from ..report import size
+from ..report import Part, size
 
 LONG = 8_192  # tokens of the conversation that the server's first line is about
 # Of rows that are shorter, batches make no difference: see `batch_cache`.
@@ -33,19 +33,8 @@ class Footprint:
         return sum(part.bytes(tokens) for part in self._parts)
 
     def batch_bytes(self, lengths: Sequence[int]) -> int:
-        """Of a batch of sequences: rows of about one length share arrays, as long as the longest.
-
-        mlx_lm's own batches pad all rows to one length.
-        """
-        total, left = 0, sorted(lengths, reverse=True)
-        while left:
-            longest = left[0]
-            alike = left
-            if any(part.ours for part in self._parts):
-                alike = [n for n in left if 2 * max(_SHORT, n) >= longest]
-            total += len(alike) * self.bytes(longest)
-            left = left[len(alike) :]
-        return total
+        """Of a batch of sequences, of so many tokens each."""
+        return sum(_batch_bytes(part, sorted(lengths, reverse=True)) for part in self._parts)
 
     def fp16_bytes(self, tokens: int) -> int:
         """Of one sequence in mlx_lm's own caches, in 16 bits."""
@@ -97,6 +86,21 @@ class Footprint:
         )
 
 
-def _packs(part: Any) -> bool:
+def _packs(part: Part) -> bool:
     """Whether a cache of ours stores less than it gets, layer by layer."""
     return part.cache.config.quantized or part.cache.config.dtype is not None
+
+
+def _batch_bytes(part: Part, lengths: list[int]) -> int:
+    """Of a layer of a batch, the longest row first."""
+    if not part.ours:  # mlx_lm pads all rows to one length
+        return len(lengths) * part.bytes(lengths[0]) if lengths else 0
+    if not part.cache.packed_attention:
+        return sum(map(part.bytes, lengths))
+    total = 0
+    while lengths:  # rows of about one length share arrays, as large as the longest needs
+        sizes = [max(_SHORT, part.seen(n)) for n in lengths]
+        alike = sum(2 * size >= sizes[0] for size in sizes)
+        total += alike * part.bytes(lengths[0])
+        lengths = lengths[alike:]
+    return total

@@ -62,7 +62,8 @@ class PromptCache(LRUPromptCache):
     ) -> None:
         """Keep caches under the tokens that they hold: if fewer than ``tokens``, under those.
 
-        Entries of which this one can be trimmed to serve in the place make room. Caches of more
+        Its beginnings make way if it can be trimmed to serve in their place, or if they are of
+        turns gone by. Caches of more
         bytes than all may have, of unknown bytes or of unknown tokens, are not kept.
 
         Args:
@@ -87,16 +88,29 @@ class PromptCache(LRUPromptCache):
             return
         if size > self.max_bytes:
             return
-        for key in [key for known, key in self._keys() if known == model]:
-            fewer = len(tokens) - len(key)
-            if key == tokens or (fewer > 0 and key == tokens[: len(key)]):
-                if fewer == 0 or all(can_trim(cache, fewer) for cache in prompt_cache):
-                    self._remove(model, key)
+        self._make_way(model, tokens, prompt_cache)
         self._trie.add(model, tokens, self.CacheEntry(prompt_cache, size, cache_type))
         self._lru.push(model, tokens, cache_type)
         self._n_bytes += size
         self._n_bytes_by_type[cache_type] += size
         self.trim_to(n_sequences=self.max_size, n_bytes=self.max_bytes)
+
+    def _make_way(self, model: Any, tokens: list[int], caches: list[Any]) -> None:
+        """Remove beginnings of a new entry that it serves for, and those of turns gone by.
+
+        Where layers can't be trimmed so far, of each kind the longest stays, for a turn that is
+        asked for again or written anew; what systems were told stays.
+        """
+        alike = [key for known, key in self._keys() if known == model]
+        begin = [key for key in alike if key == tokens[: len(key)]]
+        kinds: set[str] = set()
+        for key in sorted(begin, key=len, reverse=True):
+            kind = self._trie.get(model, key).cache_type
+            serves = all(can_trim(cache, len(tokens) - len(key)) for cache in caches)
+            if key == tokens or serves or kind in kinds:
+                self._remove(model, key)
+            elif kind != "system":
+                kinds.add(kind)
 
     def _keys(self) -> Iterator[Key]:
         for lru in self._lru._lrus.values():

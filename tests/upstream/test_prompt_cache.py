@@ -112,6 +112,17 @@ def test_the_next_best_serves_where_an_entry_can_not_be_trimmed(llama: nn.Module
     assert cache.fetch_nearest_cache("another", text)[0] is None
 
 
+def test_of_a_conversation_the_last_turns_stay(llama: nn.Module) -> None:
+    """A bounded entry can't serve for its beginnings: without an end they would pile up."""
+    text, cache = tokens(900), PromptCache(max_size=100)
+    for turn in range(1, 9):
+        for n, kind in ((100 * turn, "user"), (100 * turn + 50, "assistant")):
+            caches = KINDS["int4, bounded"](llama)
+            fed(llama, caches, text[:n])
+            cache.insert_cache(MODEL, text[:n], caches, cache_type="system" if n == 100 else kind)
+    assert sorted(len(key) for key, _ in entries(cache)) == [100, 750, 800, 850]
+
+
 def test_beginnings_that_an_entry_can_serve_for_go(llama: nn.Module) -> None:
     text, cache = tokens(120), PromptCache()
     for n in (50, 120, 120):

@@ -305,7 +305,7 @@ class Engine(mlx_server.ResponseGenerator):
         key, tokens = self.model_provider.model_key, job.tokens
         caches, rest = self.prompt_cache.fetch_nearest_cache(key, tokens)
         count = len(tokens) - len(rest)
-        if not job.answered:
+        if not job.begun:
             job.context.prompt_cache_count = job.reused = count
             job.counted = self._footprint.evicted(count)
             job.answers.put(job.context)

@@ -16,9 +16,9 @@ class Job:
 
     answers: where its thread waits; request, args: mlx_lm's; prompt: tokens, None until they
     are known; segments, kinds: parts of the prompt, at whose ends caches are kept, and as what;
-    limit: tokens to generate at most; answered: generated so far; decoding: whether the prompt
-    has been fed; fed: tokens of it that have been, ``reused`` ones included; counted: tokens that
-    the figures know to be evicted.
+    begun: whether it has been in a batch, and its thread been told; limit: tokens to generate at
+    most; answered: generated so far; decoding: whether the prompt has been fed; fed: tokens of it
+    that have been, ``reused`` ones included; counted: tokens that the figures know to be evicted.
     """
 
     number: int
@@ -28,6 +28,7 @@ class Job:
     prompt: list[int] | None = None
     segments: list[list[int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    begun: bool = False
     limit: int = 0
     context: Any = None
     detokenizer: Any = None
@@ -64,7 +65,7 @@ class Job:
     def left(self, count: int) -> list[list[int]]:
         """The prompt's segments without its first ``count`` tokens; for a prompt that was begun
         once, and all that was generated since, one. Kinds of whole segments go with them."""
-        if self.answered:
+        if self.begun:
             self.kinds = []
             return [self.tokens[count:]]
         segments = []
@@ -145,7 +146,7 @@ class Batch:
             **{name: [value] for name, value in given.items()},
         )
         self.jobs[uid] = job
-        job.decoding = False
+        job.begun, job.decoding = True, False
 
     def leave(self, jobs: set[Job]) -> None:
         """Free the rows of jobs that do not go on."""

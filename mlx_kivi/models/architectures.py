@@ -46,6 +46,9 @@ INDEXED = {"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"}
 
 # Models that fail with the mask of a batch.
 ONE_ROW = {"phi3small"}
+# Those, and models whose rows in a batch of mlx_lm's own caches fail or are not as alone: `afm7`
+# rotates the queries of all by the longest, `gpt_bigcode` counts positions from one row's offset.
+OWN_ONE_ROW = ONE_ROW | {"afm7", "gpt_bigcode"}
 
 PACKED = set(
     """

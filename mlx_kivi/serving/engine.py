@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..config import TRIM_MARGIN, KVCacheConfig
 from ..models import learned_positions
-from ..models.architectures import own_caches
+from ..models.architectures import OWN_ONE_ROW, module_names, own_caches
 from ..models.calibration import leaves
 from ..models.factory import ours
 from ..report import size
@@ -226,6 +226,8 @@ class Engine(mlx_server.ResponseGenerator):
         self._caches = [make_prompt_cache(model) for model in models]
         self._footprint = Footprint(zip(models, self._caches, strict=True), self._policy)
         batches = all(getattr(cache, "batches", True) for cache in ours(self._caches[0]))
+        if not any(ours(self._caches[0])):
+            batches = OWN_ONE_ROW.isdisjoint(module_names(provider.model))
         provider.is_batchable = provider.is_batchable and batches
         # Padding would go into the states of recurrent layers: their prompts are fed one by one.
         states = any(isinstance(own, ArraysCache) for own in leaves(own_caches(provider.model)))

@@ -60,12 +60,12 @@ class Part:
             return round(self.growth[0] * tokens) + self.growth[1]
         return self.heads.full_bytes(_slots(self.own, tokens))
 
-    def bytes(self, tokens: int) -> int:
-        """Bytes of the cache in use after ``tokens`` tokens."""
+    def bytes(self, tokens: int, shared: bool = False) -> int:
+        """Bytes of the cache in use after ``tokens`` tokens, alone or as a row of a bucket."""
         if not self.ours or self.heads is None:
             return self.full_bytes(tokens)
-        cache, balanced = self.cache, self._balanced
-        return stored_bytes(cache.config, self.plan, cache.step, self.heads, tokens, balanced)
+        cache, heads, balanced = self.cache, self.heads, self._balanced
+        return stored_bytes(cache.config, self.plan, cache.step, heads, tokens, balanced, shared)
 
     @property
     def plan(self) -> Plan:
@@ -94,7 +94,7 @@ class Part:
         if self._latents(tokens):
             of_keys = 0 if self.reads_latents_packed(tokens) else floats
         each = self.heads.key_dim * of_keys + self.heads.value_dim * arrays
-        return self.heads.count * each * self._seen(tokens)
+        return self.heads.count * each * self.seen(tokens)
 
     def reads_latents_packed(self, tokens: int) -> bool:
         """Whether a step at ``tokens`` tokens unpacks the positional part of keys alone."""
@@ -104,10 +104,11 @@ class Part:
     def _latents(self, tokens: int) -> bool:
         """Whether a step gets no array of latents: all are seen, none picked by an indexer."""
         limit = getattr(self.cache, "limit", None)
-        few = limit is None or self._seen(tokens) <= limit
+        few = limit is None or self.seen(tokens) <= limit
         return isinstance(self.cache, LatentCache) and few
 
-    def _seen(self, tokens: int) -> int:
+    def seen(self, tokens: int) -> int:
+        """Of so many tokens, those that a step attends to."""
         window = self.plan.window
         return tokens if window is None else min(tokens, self.plan.sink + window)
 

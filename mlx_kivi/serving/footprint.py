@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import report
+from ..batch_cache import alike
 from ..config import KVCacheConfig
 from ..report import size
 
 LONG = 8_192  # tokens of the conversation that the server's first line is about
-# Of rows that are shorter, batches make no difference: see `batch_cache`.
-_SHORT = 512
 
 
 class Footprint:
@@ -33,19 +32,8 @@ class Footprint:
         return sum(part.bytes(tokens) for part in self._parts)
 
     def batch_bytes(self, lengths: Sequence[int]) -> int:
-        """Of a batch of sequences: rows of about one length share arrays, as long as the longest.
-
-        mlx_lm's own batches pad all rows to one length.
-        """
-        total, left = 0, sorted(lengths, reverse=True)
-        while left:
-            longest = left[0]
-            alike = left
-            if any(part.ours for part in self._parts):
-                alike = [n for n in left if 2 * max(_SHORT, n) >= longest]
-            total += len(alike) * self.bytes(longest)
-            left = left[len(alike) :]
-        return total
+        """Of a batch of sequences: rows that share arrays take what the longest of them takes."""
+        return sum(_batch_bytes(part, lengths) for part in self._parts)
 
     def fp16_bytes(self, tokens: int) -> int:
         """Of one sequence in mlx_lm's own caches, in 16 bits."""
@@ -94,3 +82,13 @@ class Footprint:
             f"KV cache: {facts['policy']}, on {layers} of {len(self._parts)} layers "
             f"({facts['bytes']:.0%} of its bytes); {takes} (full precision: {size(full)})"
         )
+
+
+def _batch_bytes(part: report.Part, lengths: Sequence[int]) -> int:
+    """mlx_lm's caches pad all rows to one length; ours share arrays where attention is packed."""
+    if not part.ours:
+        return len(lengths) * part.bytes(max(lengths, default=0))
+    if len(lengths) < 2 or not part.cache.packed_attention:
+        return sum(map(part.bytes, lengths))
+    buckets = alike([part.seen(n) for n in lengths])
+    return sum(len(rows) * part.bytes(max(lengths[i] for i in rows), True) for rows in buckets)

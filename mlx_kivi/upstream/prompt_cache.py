@@ -14,8 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import ArraysCache, LRUPromptCache
 
+from ..models.calibration import leaves
 from ..models.factory import ours
 from .replacements import can_trim
 
@@ -62,8 +63,8 @@ class PromptCache(LRUPromptCache):
     ) -> None:
         """Keep caches under the tokens that they hold: if fewer than ``tokens``, under those.
 
-        Entries of which this one can be trimmed to serve in the place make room. Caches of more
-        bytes than all may have, of unknown bytes or of unknown tokens, are not kept.
+        Entries that it continues make room, if it can be trimmed to serve whatever they can. Caches
+        of more bytes than all may have, of unknown bytes or of unknown tokens, are not kept.
 
         Args:
             model: What tells models apart.
@@ -79,6 +80,9 @@ class PromptCache(LRUPromptCache):
         tokens = tokens[:count]
         for cache in ours(prompt_cache):
             cache.shrink()
+        for cache in leaves(prompt_cache):
+            if isinstance(cache, ArraysCache):  # a row of a batch is a slice, which keeps all alive
+                cache.cache = [x if x is None else mx.contiguous(x) for x in cache.cache]
         # What is not computed keeps alive all that it is computed from.
         mx.eval([cache.state for cache in prompt_cache])
         try:
@@ -90,7 +94,7 @@ class PromptCache(LRUPromptCache):
         for key in [key for known, key in self._keys() if known == model]:
             fewer = len(tokens) - len(key)
             if key == tokens or (fewer > 0 and key == tokens[: len(key)]):
-                if fewer == 0 or all(can_trim(cache, fewer) for cache in prompt_cache):
+                if fewer == 0 or all(map(_goes_back, leaves(prompt_cache))):
                     self._remove(model, key)
         self._trie.add(model, tokens, self.CacheEntry(prompt_cache, size, cache_type))
         self._lru.push(model, tokens, cache_type)
@@ -117,6 +121,11 @@ def trimmed(caches: Sequence[Any], n: int) -> list[Any] | None:
     if n and any(cache.trim(n) != n for cache in copies):
         return None
     return copies
+
+
+def _goes_back(cache: Any) -> bool:
+    """Whether a cache can be trimmed to any number of tokens."""
+    return cache.is_trimmable() and not getattr(cache, "start_position", 0)
 
 
 def _held(caches: list[Any], counted: int | None, most: int) -> int:

@@ -323,20 +323,32 @@ class BatchCache:
         return [i for i, home in enumerate(self._homes) if home and home[0] is bucket]
 
     def _join(self) -> None:
-        """Put rows of like settings, none more than twice as long as another, in one bucket."""
-        sizes = [max(_SHORT, row.size()) for row in self._rows]
-        groups: dict[Any, list[list[int]]] = {}
-        for i in sorted(range(len(self)), key=lambda i: -sizes[i]):
-            alike = groups.setdefault(self._rows[i].kind(), [])
-            if alike and 2 * sizes[i] >= sizes[alike[-1][0]]:
-                alike[-1].append(i)
-            else:
-                alike.append([i])
-        wanted = [sorted(group) for alike in groups.values() for group in alike]
+        """Put rows of like settings and sizes in one bucket."""
+        kinds: dict[Any, list[int]] = {}
+        for i, row in enumerate(self._rows):
+            kinds.setdefault(row.kind(), []).append(i)
+        sizes = [row.size() for row in self._rows]
+        wanted = [
+            sorted(where[k] for k in group)
+            for where in kinds.values()
+            for group in alike([sizes[i] for i in where])
+        ]
         there = [self._where(bucket) for bucket in self._buckets()]
         new = [group for group in wanted if group not in there]
         for group, bucket in [(group, Bucket([self._whole(i) for i in group])) for group in new]:
             self._settle_in(bucket, group)
+
+
+def alike(sizes: Sequence[int]) -> list[list[int]]:
+    """Which rows share a bucket, by their numbers: none is more than twice as long as another."""
+    sizes = [max(_SHORT, size) for size in sizes]
+    groups: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if groups and 2 * sizes[i] >= sizes[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def _attend_one(

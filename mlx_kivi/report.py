@@ -60,12 +60,12 @@ class Part:
             return round(self.growth[0] * tokens) + self.growth[1]
         return self.heads.full_bytes(_slots(self.own, tokens))
 
-    def bytes(self, tokens: int) -> int:
-        """Bytes of the cache in use after ``tokens`` tokens."""
+    def bytes(self, tokens: int, shared: bool = False) -> int:
+        """Bytes of the cache in use after ``tokens`` tokens, alone or as a row of a bucket."""
         if not self.ours or self.heads is None:
             return self.full_bytes(tokens)
-        cache, balanced = self.cache, self._balanced
-        return stored_bytes(cache.config, self.plan, cache.step, self.heads, tokens, balanced)
+        cache, heads, balanced = self.cache, self.heads, self._balanced
+        return stored_bytes(cache.config, self.plan, cache.step, heads, tokens, balanced, shared)
 
     @property
     def plan(self) -> Plan:
@@ -108,7 +108,7 @@ class Part:
         return isinstance(self.cache, LatentCache) and few
 
     def seen(self, tokens: int) -> int:
-        """Tokens of so many that a step sees."""
+        """Of so many tokens, those that a step attends to."""
         window = self.plan.window
         return tokens if window is None else min(tokens, self.plan.sink + window)
 

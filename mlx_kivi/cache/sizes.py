@@ -33,13 +33,15 @@ def stored_bytes(
     heads: Heads,
     tokens: int,
     balanced: bool = False,
+    shared: bool = False,
 ) -> int:
     """What `QuantizedStreamingCache.nbytes` is after ``tokens`` tokens.
 
-    step: tokens by which a ring grows; balanced: whether the layer's `Balance` is known.
+    step: tokens by which a ring grows; balanced: whether the layer's `Balance` is known; shared:
+    whether the cache is a row of a `Bucket`, which has its margin from the start.
     """
     full = getattr(mx, config.dtype) if config.dtype else heads.dtype
-    slots = plan.full_room(tokens, step) + (plan.margin if plan.spares(tokens) else 0)
+    slots = plan.full_room(tokens, step) + (plan.margin if shared or plan.spares(tokens) else 0)
     total = heads.count * (heads.key_dim + heads.value_dim) * full.size * slots
     groups = plan.room(plan.groups(tokens))
     if groups:

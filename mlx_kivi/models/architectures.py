@@ -46,6 +46,11 @@ INDEXED = {"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"}
 
 # Models that fail with the mask of a batch.
 ONE_ROW = {"phi3small"}
+# Its indexer places the queries of all rows in a batch by the longest, whatever the caches.
+ALONE = {"minimax_m3_vl"}
+# With mlx_lm's own caches also: `afm7` rotates the queries of all rows by the longest,
+# `gpt_bigcode` fails, as it counts positions from one row's offset.
+OWN_ALONE = ONE_ROW | ALONE | {"afm7", "gpt_bigcode"}
 
 PACKED = set(
     """

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..config import TRIM_MARGIN, KVCacheConfig
 from ..models import learned_positions
-from ..models.architectures import own_caches
+from ..models.architectures import ALONE, OWN_ALONE, module_names, own_caches
 from ..models.calibration import leaves
 from ..models.factory import ours
 from ..report import size
@@ -61,7 +61,10 @@ class Admission(mlx_server.ResponseGenerator):
         models = [m for m in (provider.model, provider.draft_model) if m is not None]
         self._caches = [make_prompt_cache(model) for model in models]
         self._footprint = Footprint(zip(models, self._caches, strict=True), self._policy)
-        batches = all(getattr(cache, "batches", True) for cache in ours(self._caches[0]))
+        packed = list(ours(self._caches[0]))
+        alone = ALONE if packed else OWN_ALONE
+        batches = alone.isdisjoint(module_names(provider.model))
+        batches = batches and all(getattr(cache, "batches", True) for cache in packed)
         provider.is_batchable = provider.is_batchable and batches
         # Padding would go into the states of recurrent layers: their prompts are fed one by one.
         states = any(isinstance(own, ArraysCache) for own in leaves(own_caches(provider.model)))

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import report
+from ..batch_cache import alike
 from ..config import KVCacheConfig
-from ..report import Part, size
+from ..report import size
 
 LONG = 8_192  # tokens of the conversation that the server's first line is about
-# Of rows that are shorter, batches make no difference: see `batch_cache`.
-_SHORT = 512
 
 
 class Footprint:
@@ -33,8 +32,8 @@ class Footprint:
         return sum(part.bytes(tokens) for part in self._parts)
 
     def batch_bytes(self, lengths: Sequence[int]) -> int:
-        """Of a batch of sequences, of so many tokens each."""
-        return sum(_batch_bytes(part, sorted(lengths, reverse=True)) for part in self._parts)
+        """Of a batch of sequences: rows that share arrays take what the longest of them takes."""
+        return sum(_batch_bytes(part, lengths) for part in self._parts)
 
     def fp16_bytes(self, tokens: int) -> int:
         """Of one sequence in mlx_lm's own caches, in 16 bits."""
@@ -86,21 +85,16 @@ class Footprint:
         )
 
 
-def _packs(part: Part) -> bool:
+def _batch_bytes(part: report.Part, lengths: Sequence[int]) -> int:
+    """mlx_lm's caches pad all rows to one length; ours share arrays where attention is packed."""
+    if not part.ours:
+        return len(lengths) * part.bytes(max(lengths, default=0))
+    if len(lengths) < 2 or not part.cache.packed_attention:
+        return sum(map(part.bytes, lengths))
+    buckets = alike([part.seen(n) for n in lengths])
+    return sum(len(rows) * part.bytes(max(lengths[i] for i in rows), True) for rows in buckets)
+
+
+def _packs(part: report.Part) -> bool:
     """Whether a cache of ours stores less than it gets, layer by layer."""
     return part.cache.config.quantized or part.cache.config.dtype is not None
-
-
-def _batch_bytes(part: Part, lengths: list[int]) -> int:
-    """Of a layer of a batch, the longest row first."""
-    if not part.ours:  # mlx_lm pads all rows to one length
-        return len(lengths) * part.bytes(lengths[0]) if lengths else 0
-    if not part.cache.packed_attention:
-        return sum(map(part.bytes, lengths))
-    total = 0
-    while lengths:  # rows of about one length share arrays, as large as the longest needs
-        sizes = [max(_SHORT, part.seen(n)) for n in lengths]
-        alike = sum(2 * size >= sizes[0] for size in sizes)
-        total += alike * part.bytes(lengths[0])
-        lengths = lengths[alike:]
-    return total

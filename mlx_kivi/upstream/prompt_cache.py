@@ -14,8 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import ArraysCache, LRUPromptCache
 
+from ..models.calibration import leaves
 from ..models.factory import ours
 from .replacements import can_trim
 
@@ -62,9 +63,9 @@ class PromptCache(LRUPromptCache):
     ) -> None:
         """Keep caches under the tokens that they hold: if fewer than ``tokens``, under those.
 
-        Its beginnings make way if it can be trimmed to serve in their place, or if they are of
-        turns gone by. Caches of more
-        bytes than all may have, of unknown bytes or of unknown tokens, are not kept.
+        Entries that it continues make way if it can be trimmed to serve whatever they can, or if
+        they are of turns gone by. Caches of more bytes than all may have, of unknown bytes or of
+        unknown tokens, are not kept.
 
         Args:
             model: What tells models apart.
@@ -80,6 +81,9 @@ class PromptCache(LRUPromptCache):
         tokens = tokens[:count]
         for cache in ours(prompt_cache):
             cache.shrink()
+        for cache in leaves(prompt_cache):
+            if isinstance(cache, ArraysCache):  # a row of a batch is a slice, which keeps all alive
+                cache.cache = [x if x is None else mx.contiguous(x) for x in cache.cache]
         # What is not computed keeps alive all that it is computed from.
         mx.eval([cache.state for cache in prompt_cache])
         try:
@@ -96,21 +100,20 @@ class PromptCache(LRUPromptCache):
         self.trim_to(n_sequences=self.max_size, n_bytes=self.max_bytes)
 
     def _make_way(self, model: Any, tokens: list[int], caches: list[Any]) -> None:
-        """Remove beginnings of a new entry that it serves for, and those of turns gone by.
+        """Remove what a new entry continues and can serve for, and what is of turns gone by.
 
-        Where layers can't be trimmed so far, of each kind the longest stays, for a turn that is
-        asked for again or written anew; what systems were told stays.
+        Where layers can't be trimmed, the longest of each kind stays, for a turn that is asked
+        for again or written anew. What systems were told stays where they may come to that.
         """
         alike = [key for known, key in self._keys() if known == model]
         begin = [key for key in alike if key == tokens[: len(key)]]
-        kinds: set[str] = set()
+        serves, kinds = all(map(_goes_back, leaves(caches))), set()
+        ever = serves and not any(map(_bounded, leaves(caches)))
         for key in sorted(begin, key=len, reverse=True):
             kind = self._trie.get(model, key).cache_type
-            serves = all(can_trim(cache, len(tokens) - len(key)) for cache in caches)
-            if key == tokens or serves or kind in kinds:
+            if key == tokens or ever or (kind != "system" and (serves or kind in kinds)):
                 self._remove(model, key)
-            elif kind != "system":
-                kinds.add(kind)
+            kinds.add(kind)
 
     def _keys(self) -> Iterator[Key]:
         for lru in self._lru._lrus.values():
@@ -131,6 +134,18 @@ def trimmed(caches: Sequence[Any], n: int) -> list[Any] | None:
     if n and any(cache.trim(n) != n for cache in copies):
         return None
     return copies
+
+
+def _bounded(cache: Any) -> bool:
+    """Whether a cache lets go of tokens once it is full."""
+    plan = getattr(cache, "plan", None)
+    bounds = [getattr(cache, name, None) for name in ("max_size", "chunk_size")]
+    return any(bounds) or (plan is not None and plan.window is not None)
+
+
+def _goes_back(cache: Any) -> bool:
+    """Whether a cache can be trimmed to any number of tokens."""
+    return cache.is_trimmable() and not getattr(cache, "start_position", 0)
 
 
 def _held(caches: list[Any], counted: int | None, most: int) -> int:

@@ -108,4 +108,8 @@ def can_trim(cache: Any, n: int) -> bool:
         return cache.can_trim(min(n, cache.offset))
     if hasattr(cache, "caches"):
         return all(can_trim(c, n) for c in cache.caches)
+    if isinstance(cache, caches.ChunkedKVCache):
+        # The next token sees its chunk from the start, of which the front may be gone.
+        target = max(0, cache.offset - n)
+        return cache.start_position <= target - target % cache.chunk_size
     return cache.is_trimmable()

@@ -62,8 +62,8 @@ def alone(model: Any, tokenizer: Any, prompt: str, limit: int) -> list[tuple[int
 def answers(path: str) -> dict[str, Any]:
     model, tokenizer = load_model(path)
     rng = np.random.default_rng(1)
-    lengths = [int(n) for n in rng.integers(20, 300, 400)]
-    limits = [int(n) for n in rng.integers(8, 24, 400)]
+    lengths = [int(n) for n in rng.integers(20, 120, 400)]
+    limits = [int(n) for n in rng.integers(4, 16, 400)]
     prompts = pieces(tokenizer, lengths)
     memory = []
     with process(OURS, path, "--kv-quantize", "int4", *QUIET) as server:
@@ -164,8 +164,8 @@ def turns(path: str) -> dict[str, Any]:
 def held(path: str) -> dict[str, Any]:
     _, tokenizer = load_model(path)
     found = {}
-    flags = ("--prompt-cache-bytes", "200MB", "--prompt-cache-size", "100", *QUIET)
-    for name, policy, count in (("stock", None, 3), ("int4", INT4, 10)):
+    flags = ("--prompt-cache-bytes", "100MB", "--prompt-cache-size", "100", *QUIET)
+    for name, policy, count in (("stock", None, 2), ("int4", INT4, 6)):
         with inside(path, *flags, policy=policy) as (server, engine):
             prompts = pieces(tokenizer, [1992] * count)
             at_once([partial(server.complete, p, 8) for p in prompts], 2)
@@ -189,12 +189,10 @@ def speed(path: str) -> dict[str, Any]:
         process(THEIRS, path, *QUIET) as stock,
         process(THEIRS, path, "--kv-bits", "4", *QUIET) as bits,
     ):
-        for round in tqdm(range(4), "speed", leave=False):
-            prompts = pieces(tokenizer, [512] * 8, seed=round)
+        for number in tqdm(range(2), "speed", leave=False):
+            prompts = pieces(tokenizer, [512] * 8, seed=number)
             for name, server in zip(rates, (ours, stock, bits), strict=True):
-                rate = burst(server, prompts, 64)
-                if round:
-                    rates[name].append(rate)
+                rates[name].append(burst(server, prompts, 64))
     result = {name: statistics.median(each) for name, each in rates.items()}
     ours_, stock_, bits_ = (np.array(each) for each in rates.values())
     return {
@@ -230,8 +228,8 @@ def gap(path: str) -> dict[str, Any]:
         process(OURS, path, "--kv-quantize", "int4", *QUIET) as ours,
         process(THEIRS, path, *QUIET) as stock,
     ):
-        for round in tqdm(range(3), "gap", leave=False):
-            short, long = pieces(tokenizer, [60, 4000], seed=round)
+        for number in tqdm(range(2), "gap", leave=False):
+            short, long = pieces(tokenizer, [60, 4000], seed=number)
             pauses["ours"].append(pause(ours, short, long))
             pauses["stock"].append(pause(stock, short, long))
     result = {name: round(statistics.median(each), 3) for name, each in pauses.items()}

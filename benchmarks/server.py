@@ -5,10 +5,11 @@ process's memory. *secret*: 16 clients with a prefix in common, one with a secre
 conversations under a prompt cache of 2 MB. *turns*: the second turn of a conversation of some
 2,000 tokens. *held*: conversations of 2,000 tokens that one prompt cache holds. *speed*: tokens a
 second of 8 clients, against mlx_lm.server in full precision and with --kv-bits 4. *gap*: the
-longest pause of a running stream while a prompt of some 4,000 tokens arrives. *window*: one
+longest pause of a running stream while a prompt of some 4,000 tokens arrives; *chunks*: the same
+by the tokens that are fed between two steps, for a prompt of 1,000. *window*: one
 conversation fed 20 times 500 tokens. *objects*: JSON and tool calls, packed and not.
 
-    python benchmarks/server.py [--only answers secret bytes turns held speed gap window objects]
+    python benchmarks/server.py [--only answers secret bytes turns …]
 """
 
 from __future__ import annotations
@@ -32,10 +33,24 @@ from tqdm import tqdm
 
 import mlx_kivi
 from mlx_kivi import KVCacheConfig
+from mlx_kivi.commands.cli import replaced
+from mlx_kivi.serving import engine
 
-LEGS = ["answers", "secret", "bytes", "turns", "held", "speed", "gap", "window", "objects"]
+LEGS = [
+    "answers",
+    "secret",
+    "bytes",
+    "turns",
+    "held",
+    "speed",
+    "gap",
+    "chunks",
+    "window",
+    "objects",
+]
 OURS, THEIRS = "mlx_kivi.server", "mlx_lm.server"
 INT4 = KVCacheConfig.from_name("int4")
+ENDLESS = {"0": -100, "2": -100}  # no end of the text
 QUIET = ("--log-level", "WARNING")
 
 
@@ -74,7 +89,7 @@ def answers(path: str) -> dict[str, Any]:
             bar.update()
 
         asks = [
-            partial(server.complete, prompt, limit, logprobs=1)
+            partial(server.complete, prompt, limit, extra_body={"logprobs": True})
             for prompt, limit in zip(prompts, limits, strict=True)
         ]
         found = at_once(asks, 8, after)
@@ -83,8 +98,7 @@ def answers(path: str) -> dict[str, Any]:
     parted = []
     for number in tqdm(range(400), "alone", leave=False):
         wanted = alone(model, tokenizer, prompts[number], limits[number])
-        content = found[number].choices[0].logprobs.content
-        tokens = [entry.model_extra["id"] for entry in content] if content else []
+        tokens = [entry["id"] for entry in found[number].choices[0].logprobs.content]
         for at, (token, (other, logits)) in enumerate(zip(tokens, wanted, strict=False)):
             if token != other:
                 gap = float(logits[other] - logits[token])
@@ -110,11 +124,11 @@ def secret(path: str) -> dict[str, Any]:
     shared = pieces(tokenizer, [300])[0]
     ends = [f"\n\nQuestion {i}: what is described above? Answer:" for i in range(16)]
     ends[5] = f"\n\nThe secret word is {word}. Repeat: the secret word is"
-    with inside(path, "--prompt-cache-size", "50", *QUIET, policy=INT4) as (server, engine):
+    with inside(path, "--prompt-cache-size", "50", *QUIET, policy=INT4) as (server, inner):
         asks = [partial(server.complete, shared + end, 24) for end in ends]
         # Twice, so that entries of the first round serve the second.
         said = [[a.choices[0].text for a in at_once(asks, 16)] for _ in range(2)]
-        cache = engine.prompt_cache
+        cache = inner.prompt_cache
         wrong = [
             len(tokens)
             for model, tokens in cache._keys()
@@ -133,10 +147,10 @@ def bounded(path: str) -> dict[str, Any]:
     for clients in (1, 8):
         flags = ("--prompt-cache-bytes", str(limit), "--prompt-cache-size", "100", *QUIET)
         seen: list[int] = []
-        with inside(path, *flags, policy=INT4) as (server, engine):
+        with inside(path, *flags, policy=INT4) as (server, inner):
             prompts = pieces(tokenizer, [12 + n for n in range(50)], seed=clients)
             asks = [partial(server.complete, prompt, 8) for prompt in prompts]
-            at_once(asks, clients, lambda: seen.append(engine.prompt_cache.nbytes))
+            at_once(asks, clients, lambda: seen.append(inner.prompt_cache.nbytes))
         most[f"most_bytes_{clients}_at_a_time"] = max(seen)
     return {"limit": limit, **most, "held": max(most.values()) <= limit}
 
@@ -166,10 +180,10 @@ def held(path: str) -> dict[str, Any]:
     found = {}
     flags = ("--prompt-cache-bytes", "100MB", "--prompt-cache-size", "100", *QUIET)
     for name, policy, count in (("stock", None, 2), ("int4", INT4, 6)):
-        with inside(path, *flags, policy=policy) as (server, engine):
+        with inside(path, *flags, policy=policy) as (server, inner):
             prompts = pieces(tokenizer, [1992] * count)
             at_once([partial(server.complete, p, 8) for p in prompts], 2)
-            found[name] = len(engine.prompt_cache)
+            found[name] = len(inner.prompt_cache)
     return {**found, "ratio": found["int4"] / found["stock"]}
 
 
@@ -202,13 +216,14 @@ def speed(path: str) -> dict[str, Any]:
     }
 
 
-def pause(server: Server, short: str, long: str) -> float:
+def pause(server: Server, short: str, long: str, tokens: int = 150) -> float:
     """The longest pause in seconds of a stream while another prompt is fed."""
     times: list[float] = []
+    more = {"logit_bias": ENDLESS}
     started = threading.Event()
 
     def stream() -> None:
-        for _ in server.complete(short, 150, stream=True, extra_body={"logit_bias": {"0": -100}}):
+        for _ in server.complete(short, tokens, stream=True, extra_body=more):
             times.append(time.perf_counter())
             if len(times) == 10:
                 started.set()
@@ -234,6 +249,20 @@ def gap(path: str) -> dict[str, Any]:
             pauses["stock"].append(pause(stock, short, long))
     result = {name: round(statistics.median(each), 3) for name, each in pauses.items()}
     return {**result, "ratio": round(result["ours"] / result["stock"], 3)}
+
+
+def chunks(path: str) -> dict[str, Any]:
+    """What a part of a prompt between two steps costs the stream, and the prompt."""
+    _, tokenizer = load_model(path)
+    found = {}
+    for beside in tqdm([64, 128, 256, 512, 1024], "chunks", leave=False):
+        short, long = pieces(tokenizer, [60, 1000], seed=beside)
+        with replaced(engine, BESIDE=beside), inside(path, *QUIET, policy=INT4) as (server, _):
+            start = time.perf_counter()
+            longest = pause(server, short, long, 60)
+            seconds = time.perf_counter() - start
+        found[str(beside)] = {"pause": round(longest, 3), "seconds": round(seconds, 1)}
+    return found
 
 
 def window(path: str) -> dict[str, Any]:
@@ -274,7 +303,7 @@ def main() -> None:
     parser = arguments("The server: right, bounded, and how fast beside mlx_lm's own.")
     parser.add_argument("--only", nargs="+", choices=LEGS, default=LEGS, metavar="LEG")
     args = parser.parse_args()
-    each = (answers, secret, bounded, turns, held, speed, gap, window, parsed_objects)
+    each = (answers, secret, bounded, turns, held, speed, gap, chunks, window, parsed_objects)
     legs: dict[str, Callable[[str], dict[str, Any]]] = dict(zip(LEGS, each, strict=True))
     result = {}
     for name in args.only:

@@ -20,10 +20,9 @@ class Job:
 
     answers: where its thread waits; request, args: mlx_lm's; prompt: tokens, None until they
     are known; segments, kinds: parts of the prompt, at whose ends caches are kept, and as what;
-    due: kinds of those that are yet to be fed;
-    limit: tokens to generate at most; answered: generated so far; decoding: whether the prompt
-    has been fed; fed: tokens of it that have been, ``reused`` ones included; counted: tokens that
-    the figures know to be evicted.
+    due: kinds of those that are yet to be fed; limit: tokens to generate at most; answered:
+    generated so far; decoding: whether the prompt has been fed; fed: tokens of it that have been,
+    ``reused`` ones included; counted: tokens that the figures know to be evicted.
     """
 
     number: int
@@ -104,6 +103,7 @@ class Batch:
         model: mlx_lm's.
         args: The server's.
         stream: mlx's, of the generation thread.
+        prompts: How many may be fed at a time.
         shared: Whether other jobs may join.
     """
 

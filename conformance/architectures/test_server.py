@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm import server as mlx_server
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from serving.servers import Client, errors, server, together
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -16,6 +17,10 @@ from mlx_kivi import make_prompt_cache
 from mlx_kivi.models.architectures import own_caches
 
 from . import matrix, models
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(mlx_server, "_image_parts"), reason="the server needs mlx-lm 0.32.1 or newer"
+)
 
 VOCABULARY = 128  # of the largest model
 # Trained windows, attention beside recurrent states, two whose states would take padding in,

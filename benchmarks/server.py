@@ -50,6 +50,7 @@ LEGS = [
 ]
 OURS, THEIRS = "mlx_kivi.server", "mlx_lm.server"
 INT4 = KVCacheConfig.from_name("int4")
+ROUNDS, ANSWER = 1, 160  # a round takes minutes on two cores; tokens of an answer
 ENDLESS = {"0": -100, "2": -100}  # no end of the text
 QUIET = ("--log-level", "WARNING")
 
@@ -203,10 +204,10 @@ def speed(path: str) -> dict[str, Any]:
         process(THEIRS, path, *QUIET) as stock,
         process(THEIRS, path, "--kv-bits", "4", *QUIET) as bits,
     ):
-        for number in tqdm(range(2), "speed", leave=False):
+        for number in tqdm(range(ROUNDS), "speed", leave=False):
             prompts = pieces(tokenizer, [512] * 8, seed=number)
             for name, server in zip(rates, (ours, stock, bits), strict=True):
-                rates[name].append(burst(server, prompts, 64))
+                rates[name].append(burst(server, prompts, ANSWER))
     result = {name: statistics.median(each) for name, each in rates.items()}
     ours_, stock_, bits_ = (np.array(each) for each in rates.values())
     return {
@@ -243,7 +244,7 @@ def gap(path: str) -> dict[str, Any]:
         process(OURS, path, "--kv-quantize", "int4", *QUIET) as ours,
         process(THEIRS, path, *QUIET) as stock,
     ):
-        for number in tqdm(range(2), "gap", leave=False):
+        for number in tqdm(range(ROUNDS), "gap", leave=False):
             short, long = pieces(tokenizer, [60, 4000], seed=number)
             pauses["ours"].append(pause(ours, short, long))
             pauses["stock"].append(pause(stock, short, long))

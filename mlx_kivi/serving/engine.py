@@ -109,11 +109,10 @@ class Engine(Admission):
             if self.model_provider.model is not None:
                 self._know()
         except Exception as error:
-            self._start_error = error
-            return
+            self._start_error, self._stop = error, True
         finally:
             self._started.set()
-        if self._is_distributed:
+        if self._is_distributed and not self._stop:
             state: Any = mx.random.state
             seed: Any = mx.distributed.all_sum(state[0]).view(mx.uint64).item()
             mx.random.seed(seed)

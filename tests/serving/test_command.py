@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import run, tinygpt_file
+from helpers import ROOT, run, tinygpt_file
 from mlx_lm import server as mlx_server
 from serving.servers import Client
 
@@ -46,6 +48,17 @@ def test_a_wrong_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         code, _, err = run(capsys, command.main, "--model", wrong, "--port", free())
         assert code == 1 and err.startswith(f"mlx_kivi.server: error: --model {wrong}: ")
         assert err.count("\n") == 1
+
+
+@pytest.mark.model
+def test_what_fails_once_a_model_is_loaded_is_one_line_too(smollm2: Path) -> None:
+    """In a process of its own: mlx ends one whose thread leaves its streams behind."""
+    argv = [sys.executable, "-m", command.PROG, "--model", str(smollm2), "--port", str(free())]
+    argv += ["--draft-model", "/nowhere"]
+    ended = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 1
+    said = [line for line in ended.stderr.splitlines() if "PyTorch" not in line]
+    assert said == ["mlx_kivi.server: error: --draft-model /nowhere: no such directory"]
 
 
 def test_an_address_in_use_is_found_before_the_model_is_loaded(

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import hooks
+from .cache.attention import attend_causal
 from .cache.batch_attention import BucketsHandle, RowsHandle, masks_of
 from .cache.bucket import Bucket
 
@@ -361,6 +362,8 @@ def _attend_one(
 ) -> mx.array:
     if not isinstance(keys, mx.array):
         return keys.attend(queries, scale, mask, sinks)
+    if isinstance(mask, str):
+        return attend_causal(queries, keys, values, scale, sinks)
     own = hooks.attention.original("scaled_dot_product_attention")
     return own(queries, keys, values, None, scale, mask, sinks)
 

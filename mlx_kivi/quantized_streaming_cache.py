@@ -19,7 +19,6 @@ from . import hooks
 from .batch_cache import BatchCache
 from .cache.attention import CacheHandle
 from .cache.basis import Balance
-from .cache.layout import UNBOUNDED
 from .cache.reading import Reading
 from .cache.rotation import Rotation, rebased_by
 from .cache.state import (
@@ -96,13 +95,13 @@ class QuantizedStreamingCache(Reading):
         self._queries = length
         ring, plan = self._ring, self.plan
         stored = keys.astype(ring[0].dtype), values.astype(ring[1].dtype)
-        if length != 1 and plan.ring < UNBOUNDED:
+        if length != 1 and not plan.keeps_all:
             self._grow(self._count)
             self._chunk = stored
         else:
             slot = self._count
             self._grow(slot + length)
-            if slot >= plan.sink and plan.ring < UNBOUNDED:
+            if slot >= plan.sink and not plan.keeps_all:
                 stored = self._spared(slot - plan.sink, stored)
                 slot = plan.sink + (slot - plan.sink) % plan.ring
             self._write_ring(slot, slot + length, stored)

@@ -11,7 +11,8 @@ from mlx_lm.models import cache as mlx_caches
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
 from mlx_kivi.cache.basis import hadamard, value_inset
-from mlx_kivi.cache.group_store import KeyStore, ValueStore
+from mlx_kivi.cache.group_store import ValueStore
+from mlx_kivi.cache.key_store import KeyStore
 from mlx_kivi.cache.layout import spans
 from mlx_kivi.models.architectures import INDEXED, module_names, own_caches
 from mlx_kivi.models.factory import reads_state

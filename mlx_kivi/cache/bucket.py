@@ -1,9 +1,10 @@
 """Rows of a batch in shared arrays, for steps of one token each.
 
 A row is a cache of one sequence whose arrays are here, with those of the others: [B, …] where it
-alone has [1, …]. What it counts is still its own, and says which of its slots hold what. Whatever
-a step does besides writing one token (packing a group, growing a margin, counting positions anew)
-is done by the row itself, taken out and put back: it is what the row alone would do.
+alone has [1, …]. What it counts is still its own, and says which of its slots hold what. A group
+that is due is packed where it lies. Whatever else a step does besides writing one token (growing a
+margin, counting positions anew) is done by the row itself, taken out and put back: it is what the
+row alone would do.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import mlx.core as mx
 import numpy as np
 
 from .attention import CacheView
-from .buffers import Pair
-from .group_store import KeyStore, ValueStore
-from .layout import Plan, Snapshot, additive, snapshot
+from .buffers import Pair, joined
+from .group_store import ValueStore
+from .key_store import KeyStore
+from .layout import Plan, Snapshot, additive, snapshot, spans
 from .rotation import Moved
 
 Row = Any  # `QuantizedStreamingCache`, which is made of what is here
@@ -95,6 +97,9 @@ class Bucket:
         first = self.rows[0]
         if self.ring[0].shape[2] < first.plan.sink + first.plan.ring:
             self._grow(max(row.plan.full_room(row.seen + 1, row.step) for row in self.rows))
+        packing = [i for i, row in enumerate(self.rows) if row.is_due_to_pack()]
+        if packing:
+            self._pack(packing)
         for i, row in enumerate(self.rows):
             if row.is_due():
                 whole = self.row(i)
@@ -130,6 +135,24 @@ class Bucket:
         if more > 0:
             keys, values = (_padded(x, slots) for x in self.ring)
             self.ring = keys, values
+
+    def _pack(self, which: Sequence[int]) -> None:
+        """Pack a group of each of these rows."""
+        plan, rows = self.rows[0].plan, [self.rows[i] for i in which]
+        groups = [row._groups for row in rows]
+        capacity = max(self.stores[0].capacity, *(plan.room(g + 1) for g in groups))
+        self.stores = self.stores[0].copy(), self.stores[1].copy()
+        for store, ring in zip(self.stores, self.ring, strict=True):
+            store.reserve(capacity, ring)
+            tokens = []
+            for i, group in zip(which, groups, strict=True):
+                start = group * plan.group
+                slots = spans(start, start + plan.group, plan.ring)
+                at = [slice(plan.sink + s, plan.sink + s + n) for _, s, n in slots]
+                tokens.append(joined([ring[i : i + 1, :, span] for span in at]))
+            store.write_each(which, groups, mx.concatenate(tokens, axis=0))
+        for row in rows:
+            row.count_group(capacity)
 
     def _put(self, i: int, row: Row) -> None:
         """Put a row back that was taken out."""

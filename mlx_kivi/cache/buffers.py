@@ -13,8 +13,9 @@ import mlx.core as mx
 
 from ..config import KVCacheConfig
 from .basis import Balance, key_basis
-from .group_store import KeyStore, ValueStore
-from .layout import UNBOUNDED, Plan, can_pack, plan_for, spans
+from .group_store import ValueStore
+from .key_store import KeyStore
+from .layout import Plan, can_pack, plan_for, spans
 from .rotation import Rotation, rebase
 from .sizes import Heads, best_plan
 
@@ -73,11 +74,21 @@ class Buffers:
             return True
         return plan.margin > 0 and plan.spared(stream) != plan.spared(stream + 1)
 
+    def is_due_to_pack(self) -> bool:
+        """Whether a group, and nothing else, is due before one more token."""
+        others = self._chunk is not None or self._to_turn
+        return not others and self.plan.groups(self._count) == self._groups + 1
+
+    def count_group(self, capacity: int) -> None:
+        """The group that was due has been packed by others, in a store of so many slots."""
+        self._groups += 1
+        self._store_low = max(self._store_low, self._groups - capacity)
+
     def count_one(self) -> None:
         """A token that is not due has been written by others."""
         self._count += 1
         self._queries = 1
-        if self.plan.ring < UNBOUNDED:
+        if not self.plan.keeps_all:
             self._ring_low = max(self._ring_low, self._count - self.plan.sink - self.plan.kept)
 
     def slot_of(self, position: int) -> int:

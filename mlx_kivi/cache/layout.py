@@ -39,6 +39,11 @@ class Plan(NamedTuple):
     slots: int | None
     window: int | None
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the ring holds every token: nothing is packed, nothing is evicted."""
+        return self.ring == UNBOUNDED
+
     def groups(self, seen: int) -> int:
         """Groups that are packed once ``seen`` tokens are in: a function of the count alone."""
         if self.residual is None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .group_store import KeyStore
+from .key_store import KeyStore
 
 # Where a cache re-bases, and by how many positions: the error of its angles costs no more than
 # storage in 8 bits (docs/positions.md). Powers of two: their products with a frequency are exact.

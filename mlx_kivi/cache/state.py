@@ -16,8 +16,9 @@ import numpy as np
 
 from ..config import DTYPES, KVCacheConfig
 from .basis import Balance, known_balance
-from .group_store import GroupStore, KeyStore
-from .layout import UNBOUNDED, Plan, can_pack, plan_for, spans
+from .group_store import GroupStore
+from .key_store import KeyStore
+from .layout import Plan, can_pack, plan_for, spans
 from .rotation import REBASE_BY, Rotation
 
 _MAX_HEADER = 65_536  # bytes
@@ -151,7 +152,7 @@ def _check_header(header: Header) -> None:
         raise ValueError(f"packed is {header.packed!r}")
     if header.dtype not in DTYPES and (header.offset or header.dtype is not None):
         raise ValueError(f"dtype is {header.dtype!r}")
-    ring = 0 if plan.ring == UNBOUNDED else plan.ring
+    ring = 0 if plan.keeps_all else plan.ring
     sizes = (plan.sink, ring, (plan.slots or 0) * plan.group, header.config.protect_first)
     if max(sizes) >= _MAX_LENGTH:
         raise ValueError("a size in the settings is too large for an array")

@@ -14,7 +14,7 @@ from mlx_lm.models import cache as caches
 from packaging.version import Version
 
 from .. import hooks
-from ..cache.attention import CacheHandle
+from ..cache.attention import CacheHandle, attend_causal
 from ..hooks import Hook, UnsupportedError
 from ..models.latent_caches import LatentCache
 from ..quantized_streaming_cache import QuantizedStreamingCache
@@ -87,9 +87,13 @@ hooks.attention.make = _replacements
 
 
 def dispatch_attention(queries, keys, values, cache, scale, mask, sinks):
-    """`scaled_dot_product_attention`: ours for handles, mlx_lm's for everything else."""
+    """`scaled_dot_product_attention`: ours for our caches, mlx_lm's for everything else."""
     if isinstance(keys, CacheHandle):
         return keys.attend(queries, scale, mask, sinks)
+    # What is neither packed nor bounded is computed as mlx_lm computes it, to the last bit.
+    ours = isinstance(cache, QuantizedStreamingCache) and not cache.plan.keeps_all
+    if ours and isinstance(mask, str):
+        return attend_causal(queries, keys, values, scale, sinks)
     original = hooks.attention.original("scaled_dot_product_attention")
     return original(queries, keys, values, cache, scale, mask, sinks)
 

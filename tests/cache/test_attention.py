@@ -27,7 +27,7 @@ from reference import (
 )
 
 from mlx_kivi import KVCacheConfig, QuantizedStreamingCache
-from mlx_kivi.cache.attention import MAX_PACKED_QUERIES, CacheHandle
+from mlx_kivi.cache.attention import CPU_BLOCK, MAX_PACKED_QUERIES, CacheHandle, attend_causal
 
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -336,3 +336,22 @@ def test_an_unpacked_window_of_which_a_mask_hides_everything_is_finite(
     mask = mask if boolean else mx.where(mask, 0.0, -mx.inf)
     out = scaled_dot_product_attention(q, keys, values, cache, 0.2, mask)
     assert np.isfinite(dense(out)).all()
+
+
+# Causal attention on arrays, in blocks of rows
+
+
+@pytest.mark.parametrize("sinks", [None, [2.0, -1.0, 5.0, 0.0]])
+@given(
+    rows=st.integers(2, 40) | st.sampled_from([CPU_BLOCK, CPU_BLOCK + 1, 3 * CPU_BLOCK + 7]),
+    before=st.integers(0, 150),
+)
+def test_causal_blocks_are_the_plain_product(
+    sinks: list[float] | None, rows: int, before: int
+) -> None:
+    q, k, v = Stream(before + rows, 2, 2, 32, 64, batch=2).cut(0, before + rows)
+    learned = None if sinks is None else mx.array(sinks)
+    out = attend_causal(q[:, :, before:], k, v, 32**-0.5, learned)
+    rule = as_rule("causal", rows, before + rows)
+    expected = attention(*map(dense, (q[:, :, before:], k, v)), rule, sinks and np.array(sinks))
+    np.testing.assert_allclose(dense(out), expected, rtol=0, atol=1e-5)

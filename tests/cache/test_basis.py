@@ -20,7 +20,8 @@ from mlx_kivi.cache.basis import (
     key_basis,
     known_balance,
 )
-from mlx_kivi.cache.group_store import KeyStore, ValueStore
+from mlx_kivi.cache.group_store import ValueStore
+from mlx_kivi.cache.key_store import KeyStore
 from mlx_kivi.cache.sizes import Heads, stored_bytes
 from mlx_kivi.config import value_group
 from mlx_kivi.models.calibration import balanced

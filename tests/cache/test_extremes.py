@@ -11,7 +11,8 @@ from reference import dense
 from storage import ranked_mixing
 
 from mlx_kivi.cache.basis import PLAIN, Balance, KeyBasis
-from mlx_kivi.cache.group_store import GroupStore, KeyStore, ValueStore
+from mlx_kivi.cache.group_store import GroupStore, ValueStore
+from mlx_kivi.cache.key_store import KeyStore
 from mlx_kivi.models.calibration import balanced
 
 TYPES = (mx.float32, mx.float16, mx.bfloat16)

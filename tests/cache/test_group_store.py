@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from reference import dense
 
-from mlx_kivi.cache.group_store import GroupStore, KeyStore, ValueStore
+from mlx_kivi.cache.group_store import GroupStore, ValueStore
+from mlx_kivi.cache.key_store import KeyStore
 from mlx_kivi.config import BITS, value_group
 
 TYPES = (mx.float32, mx.float16, mx.bfloat16)
